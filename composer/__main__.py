@@ -1,0 +1,379 @@
+"""The command line. Heavy modules are imported by the command that needs them.
+
+Exit codes: 0; 1 where something outside failed or was found broken; 2 for what
+the user can put right (one line on stderr says how); 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import ctypes
+import errno
+import importlib
+import importlib.util
+import os
+from pathlib import Path
+import shlex
+import signal
+import sys
+import time
+from types import FrameType
+
+ROLES = ('all', 'trainer', 'rollout', 'eval')
+BENCHES = ('mismatch',)
+TRACEBACK = 'COMPOSER_TRACEBACK'  # set: errors come with their traceback
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs one command; returns the exit code."""
+  arguments = _parser().parse_args(argv)
+  try:
+    return int(arguments.handler(arguments) or 0)
+  except ValueError as error:
+    return _fail(error, str(error), 2)
+  except OSError as error:
+    if error.errno != errno.ENOSPC:
+      return _fail(error, str(error) or repr(error), 1)
+    where = f' for {error.filename}' if error.filename else ''
+    return _fail(
+      error,
+      f'no space left{where}; free some, then go on with --resume. What was'
+      ' finished before is kept',
+      1,
+    )
+  except KeyboardInterrupt:
+    print('composer: interrupted', file=sys.stderr)
+    return 130
+
+
+def _fail(error: Exception, message: str, code: int) -> int:
+  if os.environ.get(TRACEBACK):
+    raise error
+  print(f'composer: error: {" ".join(message.split())}', file=sys.stderr)
+  return code
+
+
+# --- Arguments ---------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog='composer',
+    description='Asynchronous reinforcement learning for code agents, in JAX.',
+    epilog=f'{TRACEBACK}=1 shows the traceback of an error.',
+  )
+  commands = parser.add_subparsers(
+    title='commands', metavar='COMMAND', required=True
+  )
+  _add_run(commands)
+  _add_eval(commands)
+  _add_weights(commands)
+  _add_bench(commands)
+  _add_view(commands)
+  return parser
+
+
+def _command(
+  commands: argparse._SubParsersAction,
+  name: str,
+  handler: Callable[[argparse.Namespace], int | None],
+  text: str,
+) -> argparse.ArgumentParser:
+  parser = commands.add_parser(name, help=text, description=text)
+  parser.set_defaults(handler=handler)
+  return parser
+
+
+def _add_run(commands: argparse._SubParsersAction) -> None:
+  parser = _command(commands, 'run', _run, 'run an experiment')
+  _add_experiment(parser)
+  parser.add_argument(
+    '--workdir',
+    type=Path,
+    metavar='DIR',
+    help='everything the run writes (default: runs/<name of the experiment>)',
+  )
+  parser.add_argument(
+    '--resume',
+    action='store_true',
+    help='go on from the last checkpoint in the workdir',
+  )
+  parser.add_argument(
+    '--role',
+    choices=ROLES,
+    default='all',
+    help='what this process does (default: all)',
+  )
+
+
+def _add_eval(commands: argparse._SubParsersAction) -> None:
+  parser = _command(
+    commands, 'eval', _eval, 'evaluate a checkpoint on held-out tasks'
+  )
+  _add_experiment(parser)
+  parser.add_argument('--checkpoint', type=Path, metavar='DIR', required=True)
+
+
+def _add_experiment(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    'experiment', type=Path, metavar='EXPERIMENT', help='a Python file'
+  )
+  parser.add_argument(
+    '--set',
+    action='append',
+    default=[],
+    metavar='PATH=VALUE',
+    help='override a field, e.g. rl.steps=3; may be repeated',
+  )
+
+
+def _add_weights(commands: argparse._SubParsersAction) -> None:
+  text = 'list, check or fetch published weights'
+  parser = commands.add_parser('weights', help=text, description=text)
+  actions = parser.add_subparsers(metavar='ACTION', required=True)
+  ls = _command(actions, 'ls', _weights_ls, 'list versions')
+  verify = _command(
+    actions,
+    'verify',
+    _weights_verify,
+    'rebuild every version and check every digest',
+  )
+  fetch = _command(
+    actions, 'fetch', _weights_fetch, 'write a version as a safetensors file'
+  )
+  for action in (ls, verify, fetch):
+    action.add_argument(
+      'exchange', metavar='EXCHANGE', help='a URL, or the workdir of a run'
+    )
+  for action in (verify, fetch):
+    action.add_argument('--form', default='bf16', help='default: bf16')
+  fetch.add_argument(
+    '--version', type=int, metavar='N', help='default: the newest'
+  )
+  fetch.add_argument('--out', type=Path, metavar='FILE', required=True)
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+  parser = _command(commands, 'bench', _bench, 'measure something')
+  parser.add_argument('name', choices=BENCHES, metavar='NAME', help='mismatch')
+  parser.add_argument(
+    '--json', type=Path, metavar='FILE', help='write the result there too'
+  )
+
+
+def _add_view(commands: argparse._SubParsersAction) -> None:
+  parser = _command(
+    commands, 'view', _view, "build a run's report and open it in a browser"
+  )
+  parser.add_argument('workdir', type=Path, metavar='WORKDIR')
+  parser.add_argument(
+    '--no-open', action='store_true', help='only print its path'
+  )
+
+
+# --- Commands ----------------------------------------------------------------
+
+
+def _run(arguments: argparse.Namespace) -> int:
+  from composer import config
+
+  tune_malloc()
+  default_platform()
+  experiment = config.override(config.load(arguments.experiment), arguments.set)
+  config.validate(experiment)
+  workdir = arguments.workdir or Path('runs') / experiment.name
+  with _interruptible():
+    try:
+      from composer.fleet import local
+
+      return local.run(
+        experiment,
+        workdir=workdir,
+        resume=arguments.resume,
+        role=arguments.role,
+      )
+    except KeyboardInterrupt:
+      print(
+        f'composer: stopped; go on with: {_resume_command(arguments, workdir)}',
+        file=sys.stderr,
+      )
+      return 130
+
+
+def _resume_command(arguments: argparse.Namespace, workdir: Path) -> str:
+  words = ['composer', 'run', str(arguments.experiment)]
+  words += ['--workdir', str(workdir), '--resume']
+  if arguments.role != 'all':
+    words += ['--role', arguments.role]
+  for setting in arguments.set:
+    words += ['--set', setting]
+  return shlex.join(words)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+  from composer import config
+
+  tune_malloc()
+  default_platform()
+  experiment = config.override(config.load(arguments.experiment), arguments.set)
+  config.validate(experiment)
+  with _interruptible():
+    from composer.fleet import evaluator
+
+    return evaluator.run(experiment, checkpoint=arguments.checkpoint)
+
+
+def _open_exchange(exchange: str):
+  from composer.weights import store
+
+  if '://' not in exchange:
+    path = Path(exchange)
+    if (path / 'exchange').is_dir():
+      path /= 'exchange'
+    if not path.is_dir():
+      raise ValueError(
+        f'exchange {exchange!r} is neither a URL nor a directory; give'
+        ' file://, gs://, s3://, or the workdir of a run'
+      )
+    exchange = f'file://{path.resolve()}'
+  return store.open_exchange(exchange, writable=False)
+
+
+def _weights_ls(arguments: argparse.Namespace) -> int:
+  from composer.weights import upkeep
+
+  entries = upkeep.listing(_open_exchange(arguments.exchange))
+  if not entries:
+    print('no versions')
+    return 0
+  print(f'{"form":8}{"version":>8} {"kind":11}{"MB":>9}{"ratio":>7}  published')
+  for entry in entries:
+    when = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(entry.time))
+    notes = [*(['HEAD'] if entry.head else []), *entry.readers]
+    if not entry.live:
+      notes.append('abandoned')
+    line = (
+      f'{entry.form:8}{entry.version:8d} {entry.kind:11}'
+      f'{entry.bytes / 1e6:9.3f}{entry.ratio:7.3f}  {when}  {" ".join(notes)}'
+    )
+    print(line.rstrip())
+  return 0
+
+
+def _weights_verify(arguments: argparse.Namespace) -> int:
+  from composer.weights import upkeep
+
+  result = upkeep.verify(_open_exchange(arguments.exchange), arguments.form)
+  for problem in result.problems:
+    print(f'broken: {problem}')
+  print(
+    f'{len(result.versions)} versions of {result.form} rebuilt bit for bit from'
+    f' {result.bytes / 1e6:.3f} MB, {len(result.problems)} problems'
+  )
+  return 1 if result.problems or not result.versions else 0
+
+
+def _weights_fetch(arguments: argparse.Namespace) -> int:
+  import safetensors.numpy
+
+  from composer.weights import versions
+
+  kv = _open_exchange(arguments.exchange)
+  version, flat = versions.fetch(kv, arguments.form, arguments.version)
+  # Under another name first: an interrupted fetch leaves no half a file.
+  part = arguments.out.with_name(arguments.out.name + '.part')
+  try:
+    about = {'form': arguments.form, 'version': str(version)}
+    safetensors.numpy.save_file(flat, part, about)
+    part.replace(arguments.out)
+  finally:
+    part.unlink(missing_ok=True)
+  print(f'version {version} of {arguments.form}: {arguments.out}')
+  return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+  tune_malloc()
+  default_platform()
+  bench = importlib.import_module(f'composer.bench.{arguments.name}')
+  return bench.run(json_path=arguments.json)
+
+
+def _view(arguments: argparse.Namespace) -> int:
+  from composer import report
+
+  if not (arguments.workdir / 'config.json').is_file():
+    raise ValueError(
+      f'{str(arguments.workdir)!r} is not the workdir of a run (it has no'
+      ' config.json)'
+    )
+  path = report.write(arguments.workdir).resolve()
+  print(path)
+  if not arguments.no_open:
+    import webbrowser
+
+    webbrowser.open(path.as_uri())
+  return 0
+
+
+# --- The process -------------------------------------------------------------
+
+
+def tune_malloc() -> bool:
+  """One arena and large thresholds; False where the C library is not glibc.
+
+  XLA on CPU allocates and frees the same large buffers in every step. With
+  glibc's defaults each goes back to the kernel and is paged in again, which
+  took 12 to 24 % of a step.
+  """
+  try:
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, 'gnu_get_libc_version'):
+      return False
+    trim_threshold, mmap_threshold, arena_max = -1, -3, -8  # malloc.h
+    settings = [(arena_max, 1), (trim_threshold, 1 << 30)]
+    settings.append((mmap_threshold, 32 << 20))  # the most that it accepts
+    return all([libc.mallopt(name, value) == 1 for name, value in settings])
+  except (OSError, TypeError, AttributeError):
+    return False
+
+
+def default_platform() -> None:
+  """With libtpu installed and no accelerator, has jax not look for a TPU.
+
+  It would wait for one, and then warn.
+  """
+  if 'JAX_PLATFORMS' in os.environ:
+    return
+  devices = (Path('/dev/accel0'), Path('/dev/vfio'), Path('/dev/nvidia0'))
+  if importlib.util.find_spec('libtpu') is None:
+    return
+  if not any(device.exists() for device in devices):
+    os.environ['JAX_PLATFORMS'] = 'cpu'
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+  """The first Ctrl-C is KeyboardInterrupt; a second leaves at once."""
+
+  def leave(signum: int, frame: FrameType | None) -> None:
+    os._exit(130)
+
+  def stop(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, leave)
+    os.write(2, b'\nstopping; Ctrl-C again leaves at once\n')
+    raise KeyboardInterrupt
+
+  before = signal.signal(signal.SIGINT, stop)
+  try:
+    yield
+  finally:
+    # After a Ctrl-C `leave` stays, for threads may keep the process from ending.
+    if signal.getsignal(signal.SIGINT) is stop:
+      signal.signal(signal.SIGINT, before)
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -1,0 +1,334 @@
+"""Turns and tool calls as tokens: rendering, parsing, cutting.
+
+The template is append-only, `text` standing between special tokens:
+
+  prompt       <bos> <tools> tool list <task> instruction <file> listing
+  a turn       <act> [sampled: act ... <end>] <obs> observation <end>
+  a summary    <summarize> [sampled: summary ... <end>]
+  the restart  prompt <summary> summary " N turns left, K summaries" <end>
+
+Tokens of a context never change, they only grow, and what was sampled is
+carried as the tokens that were sampled: text is rendered once, on its way in,
+and is never tokenised again. Special tokens come from this module alone; text
+that spells one is split so that it stays text.
+
+An act is words: a tool's name, then its arguments. An act that begins with '#'
+is a note to oneself (`Text`); everything else that is not a call of an offered
+tool with fitting arguments is `Broken`, and is answered and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import re
+from typing import Protocol
+
+from composer.config import SessionConfig
+
+PAD, BOS, END = '<pad>', '<bos>', '<end>'
+TASK, TOOLS, FILE = '<task>', '<tools>', '<file>'
+ACT, OBS = '<act>', '<obs>'
+SUMMARIZE, SUMMARY = '<summarize>', '<summary>'
+SPECIALS = (PAD, BOS, END, TASK, TOOLS, ACT, OBS, SUMMARIZE, SUMMARY, FILE)
+_SPELT_SPECIAL = re.compile('|'.join(re.escape(piece) for piece in SPECIALS))
+_LINE = re.compile(r'L[0-9]{1,6}')
+_INTEGER = re.compile(r'-?[0-9]{1,18}')
+
+JSON_SCHEMAS: Mapping[str, Mapping[str, str]] = {
+  'line': {'type': 'string', 'pattern': '^L[0-9]{1,6}$'},
+  'token': {'type': 'string', 'pattern': r'^\S+$'},
+  'path': {'type': 'string', 'description': 'relative path in the workspace'},
+  'integer': {'type': 'integer'},
+  'text': {'type': 'string'},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolSpec:
+  """What a session tells the model of a tool.
+
+  `parameters` are (name, kind) in the order in which an act gives them. Kinds:
+  'line' (L3), 'token' (one word), 'path' (a relative path, one word),
+  'integer', 'text' (the rest of the act; only as the last parameter).
+  """
+
+  name: str
+  description: str
+  parameters: tuple[tuple[str, str], ...] = ()
+
+  def __post_init__(self):
+    for place, (name, kind) in enumerate(self.parameters):
+      if kind not in JSON_SCHEMAS:
+        raise ValueError(
+          f'ToolSpec {self.name}: parameter {name} has kind {kind!r}; the known'
+          f' kinds are {", ".join(JSON_SCHEMAS)}'
+        )
+      if kind == 'text' and place != len(self.parameters) - 1:
+        raise ValueError(
+          f'ToolSpec {self.name}: parameter {name} of kind text takes the rest'
+          ' of an act; make it the last parameter'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """A tool call that can be executed."""
+
+  name: str
+  arguments: Mapping[str, str | int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+  """An act that calls nothing."""
+
+  text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+  """An act that cannot be executed; `reason` is a word or two."""
+
+  reason: str
+  text: str
+
+
+class Tokenizer(Protocol):
+  """What this module needs of a tokenizer; each of `SPECIALS` is one token."""
+
+  vocab_size: int
+
+  def encode(self, text: str) -> list[int]: ...
+
+  def decode(self, ids: Sequence[int]) -> str: ...
+
+  def token_id(self, piece: str) -> int: ...
+
+
+def json_schema(spec: ToolSpec) -> dict:
+  """The tool in the OpenAI function form (arguments are one object)."""
+  return {
+    'type': 'function',
+    'function': {
+      'name': spec.name,
+      'description': spec.description,
+      'parameters': {
+        'type': 'object',
+        'properties': {
+          name: dict(JSON_SCHEMAS[kind]) for name, kind in spec.parameters
+        },
+        'required': [name for name, _ in spec.parameters],
+        'additionalProperties': False,
+      },
+    },
+  }
+
+
+def tool_list(tools: Sequence[ToolSpec]) -> str:
+  """The tools as the prompt names them: 'edit LINE TOKEN ; test ; submit'."""
+  return ' ; '.join(
+    ' '.join((tool.name, *(name.upper() for name, _ in tool.parameters)))
+    for tool in tools
+  )
+
+
+# --- rendering ---------------------------------------------------------------
+
+
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+  """Ids of the special tokens."""
+  return frozenset(map(tokenizer.token_id, SPECIALS))
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+  """Tokens of `text`, never a special one, whatever the text spells.
+
+  '<end>' in a text is encoded as '<' and 'end>', which decode to the same text.
+  """
+  ids = list(tokenizer.encode(text))
+  special = special_ids(tokenizer)
+  if special.isdisjoint(ids):
+    return ids
+  cuts = [match.start() + 1 for match in _SPELT_SPECIAL.finditer(text)]
+  pieces = [
+    text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)
+  ]
+  ids = [i for piece in pieces for i in tokenizer.encode(piece)]
+  return [i for i in ids if i not in special]
+
+
+def render_prompt(
+  tokenizer: Tokenizer,
+  tools: Sequence[ToolSpec],
+  instruction: str,
+  listing: str,
+) -> list[int]:
+  """<bos> <tools> tools <task> instruction <file> listing."""
+  mark = tokenizer.token_id
+  return [
+    mark(BOS),
+    mark(TOOLS),
+    *encode_text(tokenizer, _spaced(tool_list(tools))),
+    mark(TASK),
+    *encode_text(tokenizer, _spaced(instruction)),
+    mark(FILE),
+    *encode_text(tokenizer, listing),
+  ]
+
+
+def open_turn(tokenizer: Tokenizer) -> list[int]:
+  """<act>: what the harness writes before the model acts."""
+  return [tokenizer.token_id(ACT)]
+
+
+def render_observation(
+  tokenizer: Tokenizer, text: str, limit: int
+) -> list[int]:
+  """<obs> text <end>, at most `limit` tokens, both markers included.
+
+  The text is rendered first and its middle is cut then, so that no cut can
+  take a marker with it (a model that misses one goes on to invent the tool's
+  output). Below 2, `limit` is taken as 2.
+  """
+  ids = encode_text(tokenizer, _spaced(text))
+  room = max(limit - 2, 0)
+  if len(ids) > room:
+    tail = room // 2
+    ids = ids[: room - tail] + ids[len(ids) - tail :]
+  return [tokenizer.token_id(OBS), *ids, tokenizer.token_id(END)]
+
+
+def open_summary(tokenizer: Tokenizer) -> list[int]:
+  """<summarize>: what the harness writes before the model summarises."""
+  return [tokenizer.token_id(SUMMARIZE)]
+
+
+def render_restart(
+  tokenizer: Tokenizer,
+  prompt: Sequence[int],
+  summary: Sequence[int],
+  turns_left: int,
+  summaries: int,
+) -> list[int]:
+  """The context after a summary: prompt <summary> summary state <end>.
+
+  `summary` is what the model sampled; its tokens are carried as they are,
+  without the special ones (its <end>, and any that would forge a turn).
+  `summaries` counts the summaries so far, this one included.
+  """
+  special = special_ids(tokenizer)
+  state = state_text(turns_left, summaries)
+  return [
+    *prompt,
+    tokenizer.token_id(SUMMARY),
+    *(i for i in summary if i not in special),
+    *encode_text(tokenizer, state),
+    tokenizer.token_id(END),
+  ]
+
+
+def state_text(turns_left: int, summaries: int) -> str:
+  """What the harness adds to a summary: ' 3 turns left , 1 summaries'."""
+  return f' {turns_left} turns left , {summaries} summaries'
+
+
+def summary_due(length: int, session: SessionConfig) -> bool:
+  """Whether one more turn could take a context of `length` tokens too far.
+
+  A turn takes at most <act>, the sampled act, an <end> if the act was cut, and
+  the observation.
+  """
+  turn = 2 + session.max_act_tokens + max(session.observation_tokens, 2)
+  return length + turn > session.context_tokens
+
+
+def _spaced(text: str) -> str:
+  """Words have a leading space, so that the first is as every other."""
+  return ' ' + text if text and not text[0].isspace() else text
+
+
+def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+  """Text of sampled tokens, without special ones and unknown ids."""
+  special = special_ids(tokenizer)
+  return tokenizer.decode(
+    [i for i in tokens if 0 <= i < tokenizer.vocab_size and i not in special]
+  )
+
+
+# --- parsing -----------------------------------------------------------------
+
+# What is wrong with an act -> what the model reads of it (few tokens).
+_OBSERVED = {
+  'no end': ' error broken text',
+  'special token': ' error broken text',
+  'unknown id': ' error broken text',
+  'empty': ' error none',
+  'unknown tool': ' error unknown tool',
+  'missing argument': ' error broken call',
+  'superfluous argument': ' error broken call',
+}
+
+
+def error_text(broken: Broken) -> str:
+  """The observation that answers a broken act: ' error ...'."""
+  known = _OBSERVED.get(broken.reason)
+  return known or f' error {broken.reason.removeprefix("bad ")}'
+
+
+def parse_act(
+  tokenizer: Tokenizer, tokens: Sequence[int], tools: Sequence[ToolSpec]
+) -> Call | Text | Broken:
+  """Reads a sampled act; total: any sequence of ints gives one of the three.
+
+  `tokens` end with <end>, unless the act was cut. Reasons of a `Broken`: those
+  of `_OBSERVED`, and 'bad KIND' for an argument that is not of its kind.
+  """
+  end = tokenizer.token_id(END)
+  ids = [int(i) for i in tokens]
+  ended = bool(ids) and ids[-1] == end
+  body = ids[:-1] if ended else ids
+  text = decode(tokenizer, body)
+  if body and not 0 <= min(body) <= max(body) < tokenizer.vocab_size:
+    return Broken('unknown id', text)
+  if not special_ids(tokenizer).isdisjoint(body):
+    return Broken('special token', text)
+  if not ended:
+    return Broken('no end', text)
+  return _parse_text(text, tools)
+
+
+def _parse_text(text: str, tools: Sequence[ToolSpec]) -> Call | Text | Broken:
+  words = text.split()
+  if not words:
+    return Broken('empty', text)
+  if words[0].startswith('#'):
+    return Text(text)
+  spec = next((tool for tool in tools if tool.name == words[0]), None)
+  if spec is None:
+    return Broken('unknown tool', text)
+  count = len(spec.parameters)
+  if count and spec.parameters[-1][1] == 'text':
+    given = text.split(None, count)[1:]
+  else:
+    given = words[1:]
+  if len(given) < count:
+    return Broken('missing argument', text)
+  if len(given) > count:
+    return Broken('superfluous argument', text)
+  arguments = {}
+  for (name, kind), word in zip(spec.parameters, given, strict=True):
+    if not _fits(kind, word):
+      return Broken(f'bad {kind}', text)
+    arguments[name] = int(word) if kind == 'integer' else word
+  return Call(spec.name, arguments)
+
+
+def _fits(kind: str, word: str) -> bool:
+  if kind == 'line':
+    return bool(_LINE.fullmatch(word))
+  if kind == 'integer':
+    return bool(_INTEGER.fullmatch(word))
+  if kind == 'path':
+    return not (word.startswith('/') or '\0' in word or '..' in word.split('/'))
+  return True

@@ -1,0 +1,638 @@
+"""The experiment: frozen dataclasses, read from a Python file, checked whole.
+
+An experiment file has a docstring and `get_config() -> Experiment`. `load`
+reads it, `override` applies `path=value` strings, `validate` refuses what
+cannot work before anything starts. Every field is listed here, with its unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import re
+import typing
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """Shape of the transformer (axis letters as in `composer/__init__.py`)."""
+
+  vocab_size: int = 768  # V
+  layers: int = 3
+  dense_layers: int = 0  # leading layers with a dense feed-forward
+  width: int = 128  # D
+  heads: int = 4  # H
+  kv_heads: int = 1
+  head_dim: int = 32
+  dense_hidden: int = 256  # F of a dense layer
+  experts: int = 8  # E
+  experts_per_token: int = 2  # K
+  expert_hidden: int = 64  # F of an expert
+  shared_experts: int = 1
+  router_scale: float = 1.0  # routed scaling factor
+  normalise_gates: bool = True
+  rope_theta: float = 10_000.0
+  norm_eps: float = 1e-5
+  tie_embeddings: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class NumericsConfig:
+  """How both sides compute (`mode`: 'bitwise' or 'fast')."""
+
+  mode: str = 'bitwise'
+  row_block: int = 64  # rows mapped at once in `bitwise`
+  kv_block: int = 16  # tokens a KV block; segments start at its multiples
+  moe: str = 'dense'  # or 'sorted': dropless dispatch by ragged products
+
+
+@dataclasses.dataclass(frozen=True)
+class MidtrainConfig:
+  """Next-token training on Python source and rendered sessions."""
+
+  steps: int = 150
+  batch_size: int = 16  # packed rows a step
+  sequence_length: int = 256
+  python_share: float = 0.2  # of rows that are Python source
+  learning_rate: float = 3e-3
+  warmup_steps: int = 10
+  schedule: str = 'constant'  # or 'cosine', to 0 at the last step
+  max_grad_norm: float = 1.0
+  weight_decay: float = 0.0
+  router_bias_rate: float = 1e-2  # step of the selection bias towards balance
+  demonstrations: int = 12_000  # sessions rendered at most
+  demo_right_edit: float = 0.15  # how often the scripted agent edits right
+  demo_test: float = 0.5  # how often it tests after an edit
+  demo_give_up: float = 0.2  # chance a turn that it submits early
+  source_bytes: int = 2_000_000  # of standard library read at most
+
+
+@dataclasses.dataclass(frozen=True)
+class TasksConfig:
+  kind: str = 'repair'
+  seed: int = 0  # of the split and of the variable names
+  held_out_bug_share: float = 0.25
+  held_out_function_share: float = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionConfig:
+  """Budgets of one session."""
+
+  max_turns: int = 8
+  max_act_tokens: int = 8  # sampled tokens a turn
+  context_tokens: int = 144  # summarise before a turn would pass this
+  summary_tokens: int = 16  # sampled tokens of a summary
+  max_summaries: int = 1
+  temperature: float = 1.0
+  max_seconds: float = 60.0
+  observation_tokens: int = 12  # rendered first, then cut in the middle
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+  rows: int = 128  # tokens (prefill and decode) of one step
+  sequences: int = 128  # running at once
+  pages: int = 2048  # KV pages of `numerics.kv_block` tokens
+  max_context: int = 192  # tokens of one sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineConfig:
+  driver: str = 'namespace'  # or 'process': no isolation, trusted code only
+  start_timeout_s: float = 10.0
+  exec_timeout_s: float = 2.0
+  memory_mb: int = 256
+  processes: int = 32
+  disk_mb: int = 16
+  output_bytes: int = 16_384
+  warm: int = 4  # machines kept ready
+  concurrent: int = 160  # alive at once
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+  """reward = tests_weight * tests - effort_weight * C(x) - kl_weight * k1.
+
+  C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)), the concave effort penalty.
+  """
+
+  tests_weight: float = 1.0
+  effort_weight: float = 0.02
+  effort_k: float = 0.5
+  effort_q: float = 0.5
+  effort_per_turn: float = 0.5
+  effort_per_call: float = 0.5
+  effort_per_token: float = 0.02
+  kl_weight: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RLConfig:
+  steps: int = 120
+  groups_per_step: int = 8
+  group_size: int = 16  # G
+  staleness: int = 2  # S, versions
+  loss: str = 'clip'
+  clip_low: float = 0.2
+  clip_high: float = 0.28
+  loss_tokens: int = 2048  # N, a constant: tokens of a global step
+  learning_rate: float = 5e-4
+  warmup_steps: int = 3
+  max_grad_norm: float = 1.0
+  weight_decay: float = 0.0
+  micro_batch: int = 16  # packed rows
+  sequence_length: int = 256
+  router_replay: bool = True
+  plausibility: float = 0.0  # c; 0 replays always
+  audit_every: int = 10  # steps
+  lineage: str = 'drop'  # groups of an abandoned lineage: 'drop' or 'keep'
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+  sessions: int = 512  # before and after, per set
+  during_sessions: int = 128
+  every: int = 30  # steps; 0 never
+  baselines: bool = True
+  temperature: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsConfig:
+  form: str = 'bf16'
+  base_every: int = 25  # versions between full bases
+  exchange: str = ''  # '' is file://<workdir>/exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  every: int = 20  # steps
+  keep: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class FleetConfig:
+  cluster: str = 'local'
+  lease_s: float = 20.0
+  heartbeat_s: float = 2.0
+  trainer_processes: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+  name: str
+  seed: int = 0
+  tokenizer: str = ''  # path of tokenizer.json; '' is the built-in one
+  model: ModelConfig = ModelConfig()
+  numerics: NumericsConfig = NumericsConfig()
+  midtrain: MidtrainConfig = MidtrainConfig()
+  tasks: TasksConfig = TasksConfig()
+  session: SessionConfig = SessionConfig()
+  engine: EngineConfig = EngineConfig()
+  machine: MachineConfig = MachineConfig()
+  reward: RewardConfig = RewardConfig()
+  rl: RLConfig = RLConfig()
+  eval: EvalConfig = EvalConfig()
+  weights: WeightsConfig = WeightsConfig()
+  checkpoint: CheckpointConfig = CheckpointConfig()
+  fleet: FleetConfig = FleetConfig()
+
+
+# --- Reading -----------------------------------------------------------------
+
+
+def load(path: str | os.PathLike[str]) -> Experiment:
+  """The `Experiment` that the file's `get_config()` returns, not yet validated.
+
+  Raises:
+    ValueError: there is no such file, it does not import, it has no
+      `get_config`, or that returns something else.
+  """
+  path = pathlib.Path(path)
+  if path.suffix != '.py' or not path.is_file():
+    near = difflib.get_close_matches(
+      path.name, [other.name for other in path.parent.glob('*.py')], 1
+    )
+    hint = f'; did you mean {path.parent / near[0]}?' if near else ''
+    raise ValueError(f'experiment {str(path)!r} is not a Python file{hint}')
+  spec = importlib.util.spec_from_file_location(
+    f'composer_experiment_{path.stem}', path
+  )
+  assert spec is not None and spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  try:
+    spec.loader.exec_module(module)
+  except Exception as error:
+    raise ValueError(
+      f'experiment {str(path)!r} does not import:'
+      f' {type(error).__name__}: {error}'
+    ) from error
+  if not callable(getattr(module, 'get_config', None)):
+    raise ValueError(
+      f'experiment {str(path)!r} has no get_config(); define get_config() that'
+      ' returns a composer.config.Experiment'
+    )
+  experiment = module.get_config()
+  if not isinstance(experiment, Experiment):
+    raise ValueError(
+      f'get_config() of {str(path)!r} returned a {type(experiment).__name__};'
+      ' return a composer.config.Experiment'
+    )
+  return experiment
+
+
+def override(experiment: Experiment, settings: Sequence[str]) -> Experiment:
+  """Applies 'path=value' strings in order, e.g. 'rl.steps=3'.
+
+  Values are read by the type of the field: `true` or `false`, an integer, a
+  finite number, or the text as it stands.
+
+  Raises:
+    ValueError: no '=', no such field (names the nearest), or a value of another
+      type.
+  """
+  for setting in settings:
+    path, separator, text = setting.partition('=')
+    if not separator:
+      raise ValueError(f'setting {setting!r} has no value; write path=value')
+    path = path.strip()
+    kind = _kind_of(path)
+    experiment = _replace(experiment, path.split('.'), _parse(path, kind, text))
+  return experiment
+
+
+def fields() -> dict[str, type]:
+  """Dotted path -> type of every field that can be set, in order."""
+  return dict(_fields(Experiment, ''))
+
+
+@functools.cache
+def _fields(cls: type, prefix: str) -> tuple[tuple[str, type], ...]:
+  found: list[tuple[str, type]] = []
+  for name, kind in typing.get_type_hints(cls).items():
+    if dataclasses.is_dataclass(kind):
+      found.extend(_fields(kind, f'{prefix}{name}.'))
+    else:
+      found.append((prefix + name, kind))
+  return tuple(found)
+
+
+def _kind_of(path: str) -> type:
+  known = fields()
+  if path in known:
+    return known[path]
+  inside = [name for name in known if name.startswith(path + '.')]
+  if path and inside:
+    raise ValueError(
+      f'{path} is a section, not a field; set one of its fields:'
+      f' {", ".join(inside)}'
+    )
+  # The last part alone is what people remember: 'steps', 'rl.stalenes'.
+  same = [name for name in known if name.rpartition('.')[2] == path]
+  near = same or difflib.get_close_matches(path, known, 1, 0.5)
+  if not near:
+    last = {name.rpartition('.')[2]: name for name in known}
+    names = difflib.get_close_matches(path.rpartition('.')[2], last, 1)
+    near = [last[name] for name in names]
+  hint = f'; did you mean {" or ".join(near)}?' if near else ''
+  raise ValueError(f'there is no field {path!r}{hint}')
+
+
+def _parse(path: str, kind: type, text: str) -> bool | int | float | str:
+  if kind is str:
+    return text
+  word = text.strip()
+  try:
+    if kind is bool:
+      return {'true': True, 'false': False}[word.lower()]
+    value = kind(word)
+  except (KeyError, ValueError):
+    value = math.nan
+  if not math.isfinite(value):
+    raise ValueError(f'{path}={text!r} is not {_EXPECTED[kind]}')
+  return value
+
+
+_EXPECTED = {
+  bool: 'true or false',
+  int: 'a whole number',
+  float: 'a finite number',
+  str: 'text',
+}
+
+
+def _replace(record: Any, path: Sequence[str], value: Any) -> Any:
+  if len(path) > 1:
+    value = _replace(getattr(record, path[0]), path[1:], value)
+  return dataclasses.replace(record, **{path[0]: value})
+
+
+def _get(record: Any, path: str) -> Any:
+  for name in path.split('.'):
+    record = getattr(record, name)
+  return record
+
+
+# --- JSON --------------------------------------------------------------------
+
+
+def to_json(experiment: Experiment) -> str:
+  """Every field, as a person may read it; `from_json` gives an equal one."""
+  return json.dumps(dataclasses.asdict(experiment), indent=2) + '\n'
+
+
+def from_json(text: str) -> Experiment:
+  """Reads what `to_json` wrote.
+
+  Raises:
+    ValueError: not JSON, or a field is unknown, missing or of another type.
+  """
+  try:
+    values = json.loads(text)
+  except ValueError as error:
+    raise ValueError(f'the config is not JSON: {error}') from error
+  return _from_values(Experiment, values, '')
+
+
+def _from_values(cls: type, values: Any, prefix: str) -> Any:
+  kinds = typing.get_type_hints(cls)
+  if not isinstance(values, dict):
+    raise ValueError(f'config section {prefix[:-1] or "(whole)"} is no object')
+  unknown = [name for name in values if name not in kinds]
+  if unknown:
+    near = difflib.get_close_matches(unknown[0], kinds, 1)
+    hint = f'; did you mean {prefix}{near[0]}?' if near else ''
+    raise ValueError(f'there is no field {prefix + unknown[0]!r}{hint}')
+  missing = [name for name in kinds if name not in values]
+  if missing:
+    raise ValueError(
+      f'the config has no field {prefix + missing[0]!r}; it is of another'
+      ' version of composer'
+    )
+  read = {}
+  for name, kind in kinds.items():
+    value = values[name]
+    if dataclasses.is_dataclass(kind):
+      value = _from_values(kind, value, f'{prefix}{name}.')
+    else:
+      value = _check_type(prefix + name, kind, value)
+    read[name] = value
+  return cls(**read)
+
+
+def _check_type(path: str, kind: type, value: Any) -> Any:
+  """The value; a whole number stands for a float, a bool for nothing else."""
+  accepted = (int, float) if kind is float else (kind,)
+  if isinstance(value, bool) and kind is not bool:
+    accepted = ()
+  if not isinstance(value, accepted):
+    raise ValueError(f'{path}={value!r} is not {_EXPECTED[kind]}')
+  if kind is float and not math.isfinite(value):
+    raise ValueError(f'{path}={value!r} is not {_EXPECTED[kind]}')
+  return value
+
+
+# --- Validation --------------------------------------------------------------
+
+CHOICES: dict[str, tuple[str, ...]] = {
+  'numerics.mode': ('bitwise', 'fast'),
+  'tasks.kind': ('repair',),
+  'machine.driver': ('namespace', 'process'),
+  'rl.loss': ('clip', 'none', 'tis', 'icepop', 'cispo', 'gspo', 'decoupled'),
+  'rl.lineage': ('drop', 'keep'),
+  'weights.form': ('bf16',),
+}
+
+# Numbers that may be 0; all others that are not shares must be above 0.
+MAY_BE_ZERO = frozenset(
+  {
+    'seed',
+    'model.dense_layers',
+    'model.shared_experts',
+    'midtrain.steps',
+    'midtrain.warmup_steps',
+    'midtrain.weight_decay',
+    'midtrain.router_bias_rate',
+    'tasks.seed',
+    'session.max_summaries',
+    'machine.warm',
+    'reward.effort_weight',
+    'reward.effort_k',
+    'reward.effort_q',
+    'reward.effort_per_turn',
+    'reward.effort_per_call',
+    'reward.effort_per_token',
+    'reward.kl_weight',
+    'rl.steps',
+    'rl.staleness',
+    'rl.warmup_steps',
+    'rl.weight_decay',
+    'rl.audit_every',
+    'eval.during_sessions',
+    'eval.every',
+  }
+)
+
+# Between 0 and 1, both included.
+SHARES = frozenset(
+  {
+    'midtrain.python_share',
+    'midtrain.demo_right_edit',
+    'midtrain.demo_test',
+    'midtrain.demo_give_up',
+    'tasks.held_out_bug_share',
+    'tasks.held_out_function_share',
+    'rl.clip_low',
+    'rl.plausibility',
+  }
+)
+
+_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
+
+
+def validate(experiment: Experiment) -> Experiment:
+  """Returns the experiment if it can work.
+
+  Raises:
+    ValueError: the first fault found: the field, its value and the remedy.
+  """
+  for path, kind in fields().items():
+    value = _check_type(path, kind, _get(experiment, path))
+    if path in CHOICES:
+      _check_choice(path, value)
+    elif kind in (int, float):
+      _check_range(path, value)
+  _check_names(experiment)
+  _check_model(experiment.model)
+  _check_rl(experiment)
+  _check_lengths(experiment)
+  _check_rows(experiment)
+  return experiment
+
+
+def _require(holds: bool, what: str, remedy: str) -> None:
+  if not holds:
+    raise ValueError(f'{what}; {remedy}')
+
+
+def _check_choice(path: str, value: str) -> None:
+  known = CHOICES[path]
+  near = difflib.get_close_matches(value, known, 1)
+  _require(
+    value in known,
+    f'{path}={value!r} is not known',
+    (f'did you mean {near[0]!r}? ' if near else '')
+    + f'choose one of {", ".join(known)}',
+  )
+
+
+def _check_range(path: str, value: float) -> None:
+  if path in SHARES:
+    _require(0 <= value <= 1, f'{path}={value}', 'it lies between 0 and 1')
+  elif path in MAY_BE_ZERO:
+    _require(value >= 0, f'{path}={value} is negative', 'use 0 or more')
+  else:
+    _require(value > 0, f'{path}={value} is not positive', 'use more than 0')
+
+
+def _check_names(experiment: Experiment) -> None:
+  for path in ('name', 'fleet.cluster'):
+    value = _get(experiment, path)
+    _require(
+      _NAME.fullmatch(value) is not None,
+      f'{path}={value!r} cannot name a directory',
+      'use letters, digits, ".", "_" and "-", a letter or digit first',
+    )
+  exchange = experiment.weights.exchange
+  schemes = ('memory://', 'file://', 'gs://', 's3://')
+  _require(
+    not exchange or exchange.startswith(schemes),
+    f'weights.exchange={exchange!r} is of an unknown scheme',
+    f'use one of {", ".join(schemes)}, or leave it empty for'
+    ' file://<workdir>/exchange',
+  )
+
+
+def _check_model(model: ModelConfig) -> None:
+  _require(
+    model.heads % model.kv_heads == 0,
+    f'model.heads={model.heads} is not divisible by'
+    f' model.kv_heads={model.kv_heads}',
+    'set kv_heads to a divisor of heads',
+  )
+  _require(
+    model.head_dim % 2 == 0,
+    f'model.head_dim={model.head_dim} is odd',
+    'rotary positions turn pairs, use an even number',
+  )
+  _require(
+    model.dense_layers <= model.layers,
+    f'model.dense_layers={model.dense_layers} exceeds'
+    f' model.layers={model.layers}',
+    'dense layers are the first of all layers',
+  )
+  _require(
+    model.experts_per_token <= model.experts,
+    f'model.experts_per_token={model.experts_per_token} exceeds'
+    f' model.experts={model.experts}',
+    'a token cannot use an expert twice',
+  )
+
+
+def _check_rl(experiment: Experiment) -> None:
+  rl, fleet = experiment.rl, experiment.fleet
+  _require(
+    rl.group_size >= 2,
+    f'rl.group_size={rl.group_size}',
+    'the advantage of a group of one is always 0 and nothing would be learnt,'
+    ' use 2 or more',
+  )
+  for path, rows in (
+    ('rl.micro_batch', rl.micro_batch),
+    ('midtrain.batch_size', experiment.midtrain.batch_size),
+  ):
+    _require(
+      rows % fleet.trainer_processes == 0,
+      f'{path}={rows} is not divisible by'
+      f' fleet.trainer_processes={fleet.trainer_processes}',
+      'every process takes as many rows',
+    )
+  _require(
+    2 * fleet.heartbeat_s <= fleet.lease_s,
+    f'fleet.lease_s={fleet.lease_s} is under twice'
+    f' fleet.heartbeat_s={fleet.heartbeat_s}',
+    'leases are renewed with the heartbeat and would expire under their holder',
+  )
+
+
+def _check_lengths(experiment: Experiment) -> None:
+  session, engine = experiment.session, experiment.engine
+  block = experiment.numerics.kv_block
+  for path in (
+    'midtrain.sequence_length',
+    'rl.sequence_length',
+    'engine.max_context',
+  ):
+    value = _get(experiment, path)
+    _require(
+      value % block == 0,
+      f'{path}={value} is not a multiple of numerics.kv_block={block}',
+      f'use {-(-value // block) * block}',
+    )
+  # A summary is asked for by one token and may need an <end> of the harness's.
+  summary = session.summary_tokens + 2 if session.max_summaries else 0
+  _require(
+    engine.max_context >= session.context_tokens + summary,
+    f'engine.max_context={engine.max_context} does not hold'
+    f' session.context_tokens={session.context_tokens} and {summary} tokens of'
+    ' a summary',
+    'raise it, or lower session.context_tokens or session.summary_tokens',
+  )
+  _require(
+    experiment.rl.sequence_length >= engine.max_context,
+    f'rl.sequence_length={experiment.rl.sequence_length} is shorter than'
+    f' engine.max_context={engine.max_context}',
+    'a segment must fit into one packed row, raise it',
+  )
+  pages = engine.sequences * (engine.max_context // block)
+  _require(
+    engine.pages >= pages,
+    f'engine.pages={engine.pages} does not hold engine.sequences='
+    f'{engine.sequences} of engine.max_context={engine.max_context} tokens',
+    f'use {pages} or more, or fewer sequences',
+  )
+
+
+def _check_rows(experiment: Experiment) -> None:
+  """`bitwise` maps blocks of one number of rows, with two trips or more."""
+  if experiment.numerics.mode != 'bitwise':
+    return
+  block = experiment.numerics.row_block
+  midtrain, rl = experiment.midtrain, experiment.rl
+  for what, rows in (
+    ('engine.rows', experiment.engine.rows),
+    (
+      'rl.micro_batch x rl.sequence_length',
+      rl.micro_batch * rl.sequence_length,
+    ),
+    (
+      'midtrain.batch_size x midtrain.sequence_length',
+      midtrain.batch_size * midtrain.sequence_length,
+    ),
+  ):
+    _require(
+      rows % block == 0 and rows >= 2 * block,
+      f'{what}={rows} is not a multiple, at least the double, of'
+      f' numerics.row_block={block}',
+      'bitwise numerics need blocks of one size, two or more; change either, or'
+      ' set numerics.mode=fast',
+    )

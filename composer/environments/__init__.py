@@ -1,0 +1,1 @@
+"""What a model acts in: tasks, tools and machines."""

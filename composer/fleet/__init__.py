@@ -1,0 +1,1 @@
+"""Roles of a run, in threads or in processes."""

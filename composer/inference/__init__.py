@@ -1,0 +1,1 @@
+"""The engine: paged cache, continuous batching, sampling."""

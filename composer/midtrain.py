@@ -1,0 +1,316 @@
+"""Mid-training: next-token prediction, and the loop around it.
+
+One step, in four moves:
+
+1. the transformer gives the logprob of every token given those before it;
+2. the loss is their mean over the tokens of the loss mask, in float32;
+3. Adam moves the masters;
+4. the router's selection bias moves a fixed step towards equal load, outside
+   of the gradient (Wang et al., 2024, "Auxiliary-loss-free load balancing").
+
+The supervised stage is the same with a mask (`data.midtraining(sampled_only)`).
+There is no rollout to agree with, so the numerics are `fast`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import time
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from composer import checkpoint
+from composer import config as config_lib
+from composer import optim
+from composer import params as params_lib
+from composer import records
+from composer.model import transformer
+
+Array = jax.Array
+Scalars = dict[str, float]
+Step = Callable[
+  [records.TrainState, Mapping[str, Array]],
+  tuple[records.TrainState, dict[str, Array]],
+]
+
+
+_MOST_SKIPPED = 10
+
+
+def next_token_loss(logprobs: Array, loss_mask: Array) -> Array:
+  """-(1/N) sum_t logprob_t over the mask; N is its number of tokens.
+
+  N is that of the global batch, so neither the loss nor its gradient depends
+  on how the batch is sharded. What stands outside of the mask is never read.
+
+  Args:
+    logprobs: [B, T], of each token given those before it.
+    loss_mask: bool [B, T].
+
+  Returns:
+    float32 []; 0 for an empty mask.
+  """
+  chex.assert_equal_shape([logprobs, loss_mask])
+  count = jnp.maximum(jnp.sum(loss_mask, dtype=jnp.float32), 1.0)
+  kept = jnp.where(loss_mask, logprobs.astype(jnp.float32), 0.0)
+  return -jnp.sum(kept) / count
+
+
+def loss_fn(
+  params: records.Params,
+  batch: Mapping[str, Array],
+  config: config_lib.ModelConfig,
+  numerics: config_lib.NumericsConfig,
+) -> tuple[Array, Array]:
+  """(loss [], load [L, E]) of a batch from `composer.data`.
+
+  The forward computes with what would be published: the float32 masters
+  rounded to that form, the gradient passing straight through.
+  """
+  params = params_lib.as_computed(transformer.spec(config), params)
+  tokens = batch['tokens']  # [B, T]
+  output = transformer.forward(
+    params,
+    config,
+    numerics,
+    tokens,
+    batch['segment_ids'],
+    batch['positions'],
+    None,
+  )
+  logprobs, _ = transformer.token_logprob(
+    params,
+    config,
+    numerics,
+    output.hidden,
+    tokens,
+    jnp.ones(tokens.shape, jnp.float32),
+  )
+  return next_token_loss(logprobs, batch['loss_mask']), output.load
+
+
+def balance(bias: Array, load: Array, rate: float) -> Array:
+  """b_e + rate * sign(mean(load) - load_e), a step of the selection bias.
+
+  Args:
+    bias: float32 [L, E].
+    load: [L, E], tokens (or their share) that each expert got.
+    rate: size of the step.
+  """
+  chex.assert_equal_shape([bias, load])
+  load = load.astype(jnp.float32)
+  gap = jnp.mean(load, axis=-1, keepdims=True) - load
+  return bias + rate * jnp.sign(gap)
+
+
+def balance_params(params: Any, load: Array, rate: float) -> Any:
+  """`params` with every selection bias moved; the rest as it is."""
+
+  def move(path, leaf):
+    return balance(leaf, load, rate) if optim.group(path) == 'frozen' else leaf
+
+  return jax.tree_util.tree_map_with_path(move, params)
+
+
+def make_optimizer(
+  config: config_lib.MidtrainConfig,
+) -> optax.GradientTransformation:
+  return optim.adam(
+    learning_rate(config),
+    max_grad_norm=config.max_grad_norm,
+    weight_decay=config.weight_decay,
+  )
+
+
+def learning_rate(config: config_lib.MidtrainConfig) -> optax.Schedule:
+  return optim.schedule(
+    config.schedule, config.learning_rate, config.warmup_steps, config.steps
+  )
+
+
+def init_state(
+  params: records.Params, config: config_lib.MidtrainConfig, key: Array
+) -> records.TrainState:
+  """The state that the stage starts from: step 0, version 0."""
+  return records.TrainState(
+    step=jnp.zeros((), jnp.int32),
+    version=jnp.zeros((), jnp.int32),
+    params=params,
+    opt_state=make_optimizer(config).init(params),
+    rng=key,
+  )
+
+
+def make_train_step(
+  model: config_lib.ModelConfig,
+  numerics: config_lib.NumericsConfig,
+  config: config_lib.MidtrainConfig,
+) -> Step:
+  """Jitted `(state, batch) -> (state, metrics)`; the state is donated."""
+  optimizer, rate = make_optimizer(config), learning_rate(config)
+
+  def train_step(state, batch):
+    (loss, load), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+      state.params, batch, model, numerics
+    )
+    params, opt_state, stats = optim.apply(
+      optimizer,
+      state.params,
+      state.opt_state,
+      grads,
+      skip=~jnp.isfinite(loss),
+    )
+    moved = stats['skipped'] == 0.0
+    bias_rate = jnp.where(moved, config.router_bias_rate, 0.0)
+    metrics = {
+      'loss': loss,
+      'loss_tokens': jnp.sum(batch['loss_mask'], dtype=jnp.float32),
+      'load_max': _load_max(load),
+      'learning_rate': jnp.asarray(rate(state.step), jnp.float32),
+      **stats,
+    }
+    state = state.replace(
+      step=state.step + moved.astype(jnp.int32),
+      params=balance_params(params, load, bias_rate),
+      opt_state=opt_state,
+    )
+    return state, metrics
+
+  return jax.jit(train_step, donate_argnums=0)
+
+
+def _load_max(load: Array) -> Array:
+  """Load of the busiest expert over the mean one; 1 is balance, E the worst."""
+  load = load.astype(jnp.float32)
+  if not load.size:  # a dense model
+    return jnp.zeros((), jnp.float32)
+  mean = jnp.maximum(jnp.mean(load, axis=-1), 1e-9)
+  return jnp.max(jnp.max(load, axis=-1) / mean)
+
+
+def run(
+  experiment: config_lib.Experiment,
+  directory: str,
+  state: records.TrainState,
+  batches: Iterator[Mapping[str, np.ndarray]],
+  *,
+  identity: Mapping[str, Any],
+  report: Callable[[int, Scalars], None] = lambda step, scalars: None,
+  place: Callable[[Mapping[str, np.ndarray]], Mapping[str, Array]] = dict,
+  should_stop: Callable[[], bool] = lambda: False,
+  resume: bool = False,
+) -> records.TrainState:
+  """Runs the stage to its end, or on from its newest checkpoint.
+
+  Args:
+    experiment: `midtrain`, `model`, `numerics` and `checkpoint` are read.
+    directory: of the stage's checkpoints; the stage ends with one.
+    state: from `init_state`; donated.
+    batches: a grain iterator (`get_state`, `set_state`) of `composer.data`.
+    identity: from `checkpoint.identity`.
+    report: gets (steps done, scalars), one step late: the device never waits.
+    place: puts a batch on the devices.
+    should_stop: asked after each step; true saves and ends the stage early.
+    resume: continue from `directory` where it holds a checkpoint.
+
+  Returns:
+    the state at the end.
+
+  Raises:
+    ValueError: `directory` holds checkpoints and `resume` is false, or they
+      are of another model.
+    OSError: a checkpoint could not be written.
+    FloatingPointError: ten steps in a row were skipped.
+  """
+  config, every = experiment.midtrain, experiment.checkpoint.every
+  state, done = _begin(directory, state, batches, identity, resume)
+  train_step = make_train_step(
+    experiment.model,
+    dataclasses.replace(experiment.numerics, mode='fast'),
+    config,
+  )
+  pending, saving, skipped, since = None, None, 0, time.monotonic()
+  stopped = False
+  try:
+    while not stopped and done < config.steps:
+      state, metrics = train_step(state, place(next(batches)))
+      done += 1
+      if pending is not None:
+        skipped = _report(report, *pending, since, skipped)
+        since = time.monotonic()
+      pending = (done, metrics)
+      stopped = should_stop()
+      if stopped or done == config.steps or (every and done % every == 0):
+        if saving is not None:
+          saving.wait()
+        saving = checkpoint.save(
+          directory,
+          done,
+          state,
+          {'batches': done, 'data': batches.get_state()},
+          identity=identity,
+          keep=experiment.checkpoint.keep,
+        )
+    if pending is not None:
+      _report(report, *pending, since, skipped)
+  finally:
+    # Whatever ended the loop, nobody may write here behind its back: the next
+    # run could start in this very process.
+    if saving is not None:
+      saving.wait()
+  return state
+
+
+def _begin(
+  directory: str,
+  state: records.TrainState,
+  batches: Iterator[Mapping[str, np.ndarray]],
+  identity: Mapping[str, Any],
+  resume: bool,
+) -> tuple[records.TrainState, int]:
+  """The state to start from, and the batches it has seen."""
+  newest = checkpoint.latest(directory)
+  if newest is None:
+    return state, 0
+  if not resume:
+    raise ValueError(
+      f'{directory} holds a checkpoint of step {newest} already; continue with'
+      ' --resume, or choose another --workdir'
+    )
+  state, extras = checkpoint.restore(
+    directory, checkpoint.abstract(state), identity=identity
+  )
+  batches.set_state(extras['data'])
+  return state, extras['batches']
+
+
+def _report(
+  report: Callable[[int, Scalars], None],
+  step: int,
+  metrics: Mapping[str, Array],
+  since: float,
+  skipped: int,
+) -> int:
+  """Reports a finished step; returns how many in a row were skipped.
+
+  Nothing is computed here: on CPU a new operation would queue behind the step
+  that is running, and the wait would no longer be one step late.
+  """
+  scalars = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
+  skipped = skipped + 1 if scalars['skipped'] else 0
+  if skipped >= _MOST_SKIPPED:
+    raise FloatingPointError(
+      f'{skipped} mid-training steps in a row were skipped, the last one step'
+      f' {step} with loss {scalars["loss"]}; lower midtrain.learning_rate, or'
+      ' look for batches without loss tokens'
+    )
+  tokens = scalars.pop('loss_tokens')
+  scalars['tokens_per_s'] = tokens / max(time.monotonic() - since, 1e-9)
+  report(step, {f'midtrain/{name}': v for name, v in scalars.items()})
+  return skipped

@@ -1,0 +1,1 @@
+"""The transformer, its parts, its presets and its tokenizer."""

@@ -1,0 +1,268 @@
+"""What crosses the stages of the loop, and the protocol that rollouts speak.
+
+Legend: T tokens of a segment, L MoE layers, K experts a token, G rollouts of a
+group, B rows and T columns of a packed batch. Arrays of a `Segment` are aligned
+with its tokens: the logprob at t belongs to token t given the tokens before it.
+
+Two kinds of record live here. Pytrees (`Routing`, `Batch`, `TrainState`) hold
+arrays only and may enter `jax.jit`. Plain frozen dataclasses (`Segment`,
+`Trajectory`, `Group`, `Task`, ...) never do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+import hashlib
+from typing import Any, Protocol
+
+from flax import struct
+import jax
+import numpy as np
+
+Array = jax.Array
+Params = Mapping[str, Any]
+
+UNKNOWN_EXPERT = -1
+UNSAMPLED_VERSION = -1
+
+
+@struct.dataclass
+class Routing:
+  """Experts that every MoE layer chose: int16 [T, L, K]; -1 is unknown."""
+
+  experts: Array
+
+
+@struct.dataclass
+class Batch:
+  """Packed segments, one micro-batch. Every array is aligned with `tokens`.
+
+  A segment starts at a multiple of the KV block, so that its attention blocks
+  lie where they lay in the engine. Values at positions where `loss_mask` is
+  false are meaningless and are never reduced without it.
+  """
+
+  tokens: Array  # int32 [B, T]; 0 where padded
+  segment_ids: Array  # int32 [B, T]; 0 is padding, segments count from 1
+  positions: Array  # int32 [B, T]; position within the segment
+  loss_mask: Array  # bool [B, T]; true at sampled tokens
+  behaviour_logprobs: Array  # float32 [B, T]
+  reference_logprobs: Array  # float32 [B, T]
+  temperatures: Array  # float32 [B, T]; 1 where not sampled
+  advantages: Array  # float32 [B, T]
+  experts: Array  # int16 [B, T, L, K]; -1 routes natively
+  versions: Array  # int32 [B, T]; -1 where not sampled
+  weights: Array  # float32 [B, T]; 1/N at sampled tokens, else 0
+  auditable: Array  # bool [B, T]
+
+
+@struct.dataclass
+class TrainState:
+  """All that a training step reads and writes.
+
+  `step` counts optimizer steps over all stages; `version` is the number under
+  which `params` were last published.
+  """
+
+  step: Array  # int32 []
+  version: Array  # int32 []
+  params: Any  # float32 master parameters
+  opt_state: Any
+  rng: Array  # key
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+  """One context that the model saw, from its first token to its last.
+
+  Attributes:
+    tokens: int32 [T].
+    sampled: bool [T]; true exactly once, in the whole trajectory, for each token
+      that the model sampled.
+    logprobs: float32 [T]; under the distribution really sampled from; 0 where
+      not sampled.
+    temperatures: float32 [T]; 1 where not sampled.
+    versions: int32 [T]; policy version that sampled the token, else -1.
+    experts: int16 [T, L, K]; -1 where unknown.
+    auditable: bool [T]; sampled, and the whole prefix was computed at the
+      version that sampled it.
+    stop_reason: why the segment ended: 'finished', 'summary', 'turns',
+      'seconds', 'context', or 'rewritten' (a later call changed its prefix).
+    parent: index in the trajectory of the segment whose summary this one starts
+      from, or -1.
+  """
+
+  tokens: np.ndarray
+  sampled: np.ndarray
+  logprobs: np.ndarray
+  temperatures: np.ndarray
+  versions: np.ndarray
+  experts: np.ndarray
+  auditable: np.ndarray
+  stop_reason: str
+  parent: int
+
+  def __post_init__(self):
+    length = len(self.tokens)
+    for name in (
+      'sampled',
+      'logprobs',
+      'temperatures',
+      'versions',
+      'experts',
+      'auditable',
+    ):
+      got = len(getattr(self, name))
+      if got != length:
+        raise ValueError(
+          f'Segment.{name} has {got} entries for {length} tokens; every array of'
+          ' a segment is aligned with its tokens'
+        )
+    if not np.all(np.isfinite(self.logprobs)):
+      where = np.flatnonzero(~np.isfinite(self.logprobs))[:4].tolist()
+      raise ValueError(
+        f'Segment.logprobs is not finite at positions {where}; use 0 where a'
+        ' token was not sampled'
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+  """One turn as a person would read it.
+
+  `kind` is 'prompt', 'call', 'text', 'broken', 'observation' or 'summary';
+  [start, end) are the turn's tokens in segment `segment`.
+  """
+
+  kind: str
+  text: str
+  segment: int
+  start: int
+  end: int
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+  """One whole session: what the model saw, did and earned.
+
+  `reward` is the combination of `reward_parts` (name -> value); the part
+  'tests' is the verifiable one. `provenance` says where it came from (cluster,
+  process, machine driver and its isolation, seed, engine settings). `timings`
+  holds seconds by name.
+  """
+
+  task_id: str
+  group_id: str
+  index: int
+  segments: tuple[Segment, ...]
+  turns: tuple[Turn, ...]
+  reward: float
+  reward_parts: Mapping[str, float]
+  stop_reason: str
+  provenance: Mapping[str, Any]
+  timings: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """The G trajectories of one draw of one task.
+
+  `produced_index` counts the groups that the producing process has committed,
+  this one included (from 1).
+  """
+
+  group_id: str
+  task_id: str
+  draw: int
+  trajectories: tuple[Trajectory, ...]
+  cluster: str
+  incarnation: str
+  produced_index: int
+
+
+def group_id(task_id: str, epoch: int, draw: int) -> str:
+  """Names a draw of a task: a hash of what it is, never of a position."""
+  text = f'{task_id}/{epoch}/{draw}'
+  return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """A piece of work with a hidden check.
+
+  Attributes:
+    id: unique name, stable over runs.
+    kind: name of the task family, e.g. 'repair'.
+    instruction: what the model is asked to do, as text.
+    files: path -> text of the machine's workspace at the start.
+    tools: names of the tools that the session offers.
+    test_command: argv that runs the visible tests in the workspace.
+    allowed: paths that may be carried to the clean machine for grading.
+    hidden_files: path -> text laid over the workspace of the clean machine.
+    hidden_command: argv that runs there; exit code 0 means solved.
+    metadata: family-specific, JSON-able (function, bug, split, ...).
+  """
+
+  id: str
+  kind: str
+  instruction: str
+  files: Mapping[str, str]
+  tools: tuple[str, ...]
+  test_command: tuple[str, ...]
+  allowed: tuple[str, ...]
+  hidden_files: Mapping[str, str]
+  hidden_command: tuple[str, ...]
+  metadata: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleRequest:
+  """Asks for a continuation of `tokens` (the whole context, int32 [P]).
+
+  Sampling ends at the first token of `stop_tokens` (included in the answer) or
+  after `max_tokens`. Equal requests with equal seeds give equal answers at one
+  version, whatever else the engine serves.
+  """
+
+  tokens: np.ndarray
+  max_tokens: int
+  stop_tokens: tuple[int, ...]
+  temperature: float
+  seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+  """The answer to a `SampleRequest`; S sampled tokens after P of context.
+
+  Attributes:
+    tokens: int32 [S].
+    logprobs: float32 [S], under the distribution really sampled from.
+    versions: int32 [S].
+    experts: int16 [P + S, L, K], prompt tokens included; -1 where the engine
+      did not compute the token (the last sampled one, which no later token has
+      needed yet).
+    computed_versions: int32 [P + S]; the version at which each token's keys and
+      values were computed, -1 where they were not. A sampled token is auditable
+      when every position before it was computed at the version that sampled it.
+    stop_reason: 'stop', 'length' or 'context'.
+  """
+
+  tokens: np.ndarray
+  logprobs: np.ndarray
+  versions: np.ndarray
+  experts: np.ndarray
+  computed_versions: np.ndarray
+  stop_reason: str
+
+
+class Sampler(Protocol):
+  """All that a rollout knows of an inference engine."""
+
+  async def sample(self, request: SampleRequest) -> Completion: ...
+
+
+class EngineError(RuntimeError):
+  """The engine could not answer (infrastructure, never the model's fault)."""

@@ -1,0 +1,1 @@
+"""Named parts of a reward, and how they are combined."""

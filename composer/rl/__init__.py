@@ -1,0 +1,1 @@
+"""Reinforcement learning: advantage, loss, packing, buffer, trainer."""

@@ -1,0 +1,1 @@
+"""From a task to a trajectory: schedule, session, recorder."""

@@ -1,0 +1,1 @@
+"""Published weights: deltas, the exchange, publisher and subscriber."""

@@ -1,0 +1,1 @@
+"""Kernels, one folder an operation; they import nothing of composer."""

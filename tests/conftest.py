@@ -1,0 +1,18 @@
+"""Before jax is imported: CPU, eight fake devices, strict promotion.
+
+jax reads these from the environment when it is first imported, and so do the
+processes that tests start.
+"""
+
+import os
+import sys
+
+assert 'jax' not in sys.modules, 'a pytest plugin imported jax too early'
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['JAX_NUMPY_RANK_PROMOTION'] = 'raise'
+_DEVICES = '--xla_force_host_platform_device_count'
+if _DEVICES not in os.environ.get('XLA_FLAGS', ''):
+  os.environ['XLA_FLAGS'] = (
+    f'{os.environ.get("XLA_FLAGS", "")} {_DEVICES}=8'
+  ).strip()
