@@ -11,6 +11,7 @@ INIT = (HERE / 'composer' / '__init__.py').read_text(encoding='utf-8')
 TEST = [
   'hypothesis',
   'ipykernel',
+  'matplotlib>=3.9,<4',
   'nbclient',
   'nbformat',
   'psutil',

@@ -58,10 +58,10 @@ class NumericsConfig:
 class MidtrainConfig:
   """Next-token training on Python source and rendered sessions."""
 
-  steps: int = 150
+  steps: int = 400
   batch_size: int = 16  # packed rows a step
   sequence_length: int = 256
-  python_share: float = 0.2  # of rows that are Python source
+  python_share: float = 0.1  # of rows that are Python source
   learning_rate: float = 3e-3
   warmup_steps: int = 10
   schedule: str = 'constant'  # or 'cosine', to 0 at the last step
@@ -69,9 +69,10 @@ class MidtrainConfig:
   weight_decay: float = 0.0
   router_bias_rate: float = 1e-2  # step of the selection bias towards balance
   demonstrations: int = 12_000  # sessions rendered at most
-  demo_right_edit: float = 0.15  # how often the scripted agent edits right
+  solutions: int = 3_000  # functions without a bug, as plain documents
+  demo_right_edit: float = 0.25  # how often the scripted agent edits right
   demo_test: float = 0.5  # how often it tests after an edit
-  demo_give_up: float = 0.2  # chance a turn that it submits early
+  demo_give_up: float = 0.35  # chance a turn that it submits early
   source_bytes: int = 2_000_000  # of standard library read at most
 
 
@@ -89,12 +90,12 @@ class SessionConfig:
 
   max_turns: int = 8
   max_act_tokens: int = 8  # sampled tokens a turn
-  context_tokens: int = 144  # summarise before a turn would pass this
+  context_tokens: int = 128  # summarise before a turn would pass this
   summary_tokens: int = 16  # sampled tokens of a summary
   max_summaries: int = 1
   temperature: float = 1.0
   max_seconds: float = 60.0
-  observation_tokens: int = 12  # rendered first, then cut in the middle
+  observation_tokens: int = 6  # rendered first, then cut in the middle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,7 @@ class EngineConfig:
 class MachineConfig:
   driver: str = 'namespace'  # or 'process': no isolation, trusted code only
   start_timeout_s: float = 10.0
-  exec_timeout_s: float = 2.0
+  exec_timeout_s: float = 10.0
   memory_mb: int = 256
   processes: int = 32
   disk_mb: int = 16
@@ -137,7 +138,7 @@ class RewardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RLConfig:
-  steps: int = 120
+  steps: int = 140
   groups_per_step: int = 8
   group_size: int = 16  # G
   staleness: int = 2  # S, versions
@@ -161,7 +162,7 @@ class RLConfig:
 class EvalConfig:
   sessions: int = 512  # before and after, per set
   during_sessions: int = 128
-  every: int = 30  # steps; 0 never
+  every: int = 35  # steps; 0 never
   baselines: bool = True
   temperature: float = 1.0
 

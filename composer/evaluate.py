@@ -31,7 +31,7 @@ class Result:
   Attributes:
     name: of the set.
     solve_rate, solve_rate_se: see the module's docstring.
-    best_of_k: share of tasks of which one of `k` sessions solved it.
+    best_of_k: share of tasks of which one of the first `k` sessions solved it.
     k: sessions a task, at least.
     sessions, failed: finished, and lost to infrastructure.
     turns: mean turns a session.
@@ -65,7 +65,8 @@ class Result:
       'set': self.name,
       'who': who,
       'solve_rate': self.solve_rate,
-      'se': self.solve_rate_se,
+      # One task alone has no error to show.
+      'se': self.solve_rate_se if math.isfinite(self.solve_rate_se) else None,
       'sessions': self.sessions,
       'best_of_k': self.best_of_k,
       'k': self.k,
@@ -153,13 +154,15 @@ def summarise(
       by_task.setdefault(task_id, []).append(solved)
   means = [float(np.mean(values)) for values in by_task.values()]
   n = len(means)
+  k = min((len(v) for v in by_task.values()), default=0)
+  best = [max(values[:k]) for values in by_task.values()]
   error = float(np.std(means, ddof=1)) / math.sqrt(n) if n > 1 else float('nan')
   return Result(
     name=name,
     solve_rate=float(np.mean(means)) if n else float('nan'),
     solve_rate_se=error,
-    best_of_k=float(np.mean([max(v) for v in by_task.values()])) if n else 0.0,
-    k=min((len(v) for v in by_task.values()), default=0),
+    best_of_k=float(np.mean(best)) if n else 0.0,
+    k=k,
     sessions=len(kept),
     failed=len(done) - len(kept),
     turns=float(np.mean([_acts(t) for t in kept])) if kept else 0.0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import pathlib
 import threading
@@ -16,41 +16,62 @@ from composer import config as config_lib
 from composer import console
 from composer import evaluate
 from composer import metrics
+from composer import params as params_lib
 from composer import records
 from composer import report
 from composer.bench import mismatch
 from composer.environments.tasks import repair
 from composer.fleet import evaluator
 from composer.fleet import trainer as trainer_lib
+from composer.fleet import workdir as workdir_lib
 from composer.model import tokenizer as tokenizer_lib
+from composer.model import transformer
 from composer.rl import audit as audit_lib
-from composer.rl import buffer
 
 MIDTRAIN = 'mid-training'
 RL = 'reinforcement'
+BEFORE, AFTER = 'after mid-training', 'after RL'  # rows of the table
 SAVED = 32  # sessions kept of an audited step
 MEASURED = 256  # prompts continued in either mode
 
 
 @dataclasses.dataclass
 class Board:
-  """Collects what the roles of one process report; thread-safe."""
+  """Collects what the roles of one process report; thread-safe.
+
+  What evaluations found is kept in the run's directory as it comes, so that a
+  resumed run has it.
+  """
 
   experiment: config_lib.Experiment
   workdir: pathlib.Path
   progress: console.Progress
-  writer: metrics.Writer | None
+  writer: metrics.Writer | None  # None: not the first process
   lanes: metrics.Lanes
   rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
   cost: dict[str, Any] = dataclasses.field(default_factory=dict)
   mismatch: dict[str, Any] = dataclasses.field(default_factory=dict)
+  written: set[tuple[int, str]] = dataclasses.field(default_factory=set)
   started: float = dataclasses.field(default_factory=time.monotonic)
   lock: Any = dataclasses.field(default_factory=threading.Lock)
   pause_s: float = 0.0
   done: int = 0
-  evaluated_sessions: int = 0
   last_rows: int = 0
+  last_busy: float = 0.0
   last_time: float = dataclasses.field(default_factory=time.monotonic)
+
+  def __post_init__(self):
+    earlier = workdir_lib.read_results(self.workdir)
+    self.rows += earlier.get('rows', [])
+    self.cost.update(earlier.get('cost', {}))
+    self.mismatch.update(earlier.get('mismatch', {}))
+    self.started -= self.cost.get('seconds', 0.0)
+    for line in metrics.read(self.workdir):
+      self.written.update((line['step'], name) for name in line)
+
+  def has(self, who: str) -> bool:
+    """Whether a row of the table is there, from an earlier life even."""
+    return any(row['who'] == who for row in self.rows)
 
   # --- from the stages -------------------------------------------------------
 
@@ -69,46 +90,38 @@ class Board:
     if rewards:
       self.progress.update(RL, self.done, reward=float(np.mean(rewards)))
 
-  def session_evaluated(self, trajectory: records.Trajectory) -> None:
-    self.evaluated_sessions += 1
-
   def version_active(self, version: int, pause: float) -> None:
     self.pause_s = pause
     metrics.record_version(self.workdir, version, pause_s=pause)
 
-  def stepped(self, trainer, selection, done, rollout) -> None:
-    """After every step of the trainer."""
-    if jax.process_index():
-      return
+  def stepped(self, trainer, done, rollout) -> None:
+    """After every step of the trainer; `rollout` is None in its own process."""
     scalars = dict(done.scalars)
-    scalars.update(trainer_lib.counters(trainer, selection))
+    scalars.update(trainer_lib.counters(trainer))
     scalars['version'] = float(trainer.version)
+    scalars['busy/trainer'] = self.lanes.busy().get('trainer', 0.0)
     if rollout is not None:
-      rollout.check()
       scalars.update(self._rollout_scalars(rollout))
-    step = int(trainer.state.step)
-    self.write(step, scalars)
+    self.write(trainer.at, scalars)
     self.done = trainer.done
     self._show(trainer, scalars)
     if done.trajectories:
       self.save_sessions(
-        f'step-{step:06d}',
+        f'step-{trainer.at:06d}',
         done.trajectories[:SAVED],
         done.extra[:SAVED],
-        step=step,
+        step=trainer.at,
       )
 
   def _rollout_scalars(self, rollout) -> dict[str, float]:
     now, stats = time.monotonic(), rollout.engine.stats
     seconds = max(now - self.last_time, 1e-9)
     rate = (stats.rows - self.last_rows) / seconds
-    busy = self.lanes.busy()
-    engine_busy = (stats.busy_s - self.cost.get('_engine', 0.0)) / seconds
-    self.cost['_engine'] = stats.busy_s
+    busy = (stats.busy_s - self.last_busy) / seconds
+    self.last_busy = stats.busy_s
     self.last_time, self.last_rows = now, stats.rows
     return {
-      'busy/trainer': busy.get('trainer', 0.0),
-      'busy/rollout': min(engine_busy, 1.0),
+      'busy/rollout': min(busy, 1.0),
       'weights/pause_s': self.pause_s,
       'rollout/tokens_per_s': rate,
       'rollout/reused_tokens': float(stats.reused),
@@ -132,18 +145,33 @@ class Board:
     )
 
   def evaluated(
-    self, who: str, results: Sequence[evaluate.Result], step: int
+    self, who: str, results: Sequence[evaluate.Result], step: int | None
   ) -> None:
-    """An evaluation ended; with `who` it becomes a row of the table."""
+    """An evaluation ended; with `who` it becomes rows of the table.
+
+    `step` is None for agents that do not learn: they have no curve.
+    """
     for result in results:
-      self.write(step, result.scalars())
-      self.progress.log(
-        f'{result.name}: {result.solve_rate:.3f} ± {result.solve_rate_se:.3f}'
-        f' solved, best of {result.k} {result.best_of_k:.3f}'
-        f' ({result.sessions} sessions{", " + who if who else ""})'
+      if step is not None and not self._known(step, result):
+        self.write(step, result.scalars())
+      note = f', {who}' if who else ''
+      self.progress.log(evaluator.describe(result) + note)
+    if who:
+      self.rows += [result.row(who) for result in results]
+      self.keep()
+
+  def _known(self, step: int, result: evaluate.Result) -> bool:
+    """Whether an earlier life wrote this point of the curve."""
+    return any((step, name) in self.written for name in result.scalars())
+
+  def keep(self) -> None:
+    """Keeps in the run's directory what was found so far."""
+    with self.lock:
+      self.cost['seconds'] = time.monotonic() - self.started
+      workdir_lib.write_results(
+        self.workdir,
+        {'rows': self.rows, 'mismatch': self.mismatch, 'cost': self.cost},
       )
-      if who:
-        self.rows.append(result.row(who))
 
   def write(self, step: int, scalars: dict[str, float]) -> None:
     if self.writer is not None:
@@ -167,13 +195,10 @@ class Board:
 
   def conclude(self, trainer) -> None:
     """Checks the books, writes the summary and the report, shows the table."""
-    queued = [c.group_id for c in trainer_lib.queue(trainer)]
-    produced = trainer_lib.groups.produced(trainer.kv, trainer.cache)
-    problem = buffer.check_conservation(produced, trainer.ledger, queued)
+    problem = trainer_lib.check_books(trainer)
     if problem:
       self.progress.log(f'the books do not agree: {problem}')
-    self.cost.pop('_engine', None)
-    self.cost['seconds'] = time.monotonic() - self.started
+    self.keep()
     metrics.write_summary(
       self.workdir,
       {
@@ -187,6 +212,11 @@ class Board:
       self.writer.close()
     self.lanes.flush()
     path = report.write(self.workdir)
+    if not self.rows:
+      self.progress.log(
+        'no evaluation: the trainer alone has no machines. --role eval beside'
+        ' it evaluates its versions, `composer eval` a checkpoint'
+      )
     self.progress.table(self.rows, report=path)
 
 
@@ -206,15 +236,46 @@ def notes(problem: str | None) -> list[str]:
   ]
 
 
-def after(board: Board, trainer) -> None:
-  """The held-out sets after RL, what needs no learning, and the mismatch."""
-  experiment, step = board.experiment, int(trainer.state.step)
+def before(board: Board, params: Any, stop: Callable[[], bool]) -> None:
+  """The held-out sets after mid-training, with all of the machine."""
+  experiment = board.experiment
+  if board.has(BEFORE):
+    return
+  spec = transformer.spec(experiment.model)
+  with board.lanes.span('eval', 'before'):
+    results = evaluator.evaluate_params(
+      experiment,
+      params_lib.to_published(spec, params),
+      0,
+      experiment.eval.sessions,
+      stop,
+    )
+  board.evaluated(BEFORE, results, experiment.midtrain.steps)
+
+
+def after(board: Board, trainer, stop: Callable[[], bool]) -> None:
+  """The held-out sets after RL, what needs no learning, and the mismatch.
+
+  Each is kept when it is found, and not found again by a resumed run.
+  """
+  experiment = board.experiment
+  if not board.has(AFTER):
+    _after_rl(board, trainer, stop)
+  for who in evaluator.SCRIPTED if experiment.eval.baselines else ():
+    if not board.has(who):
+      found = evaluator.evaluate_scripted(
+        experiment, who, experiment.eval.sessions, stop
+      )
+      board.evaluated(who, found, None)
+
+
+def _after_rl(board: Board, trainer, stop: Callable[[], bool]) -> None:
+  experiment = board.experiment
   params = trainer.published[trainer.version]
   with board.lanes.span('eval', 'after'):
     results = evaluator.evaluate_params(
-      experiment, params, trainer.version, experiment.eval.sessions
+      experiment, params, trainer.version, experiment.eval.sessions, stop
     )
-  board.evaluated('after RL', results, step)
   for result in results:
     kept = result.trajectories[:SAVED]
     segments = [s for t in kept for s in t.segments]
@@ -228,17 +289,16 @@ def after(board: Board, trainer) -> None:
     )
     extra = trainer_lib.extras(list(kept), audited)
     board.save_sessions(
-      f'eval-{result.name}', kept, extra, step=step, split=result.name
+      f'eval-{result.name}', kept, extra, step=trainer.at, split=result.name
     )
-  if experiment.eval.baselines:
-    scripted = evaluator.evaluate_scripted(experiment, experiment.eval.sessions)
-    for who, found in scripted.items():
-      board.evaluated(who, found, step)
   contexts = [
     t.segments[0].tokens[: t.turns[0].end]
     for r in results
     for t in r.trajectories
   ]
-  found = mismatch.measure(experiment, params, contexts[:MEASURED])
-  board.mismatch.update(mismatch.as_summary(found))
-  board.cost.update(mismatch.as_cost(found))
+  if contexts:
+    on_one_device = jax.tree.map(np.asarray, jax.device_get(params))
+    found = mismatch.measure(experiment, on_one_device, contexts[:MEASURED])
+    board.mismatch.update(mismatch.as_summary(found))
+    board.cost.update(mismatch.as_cost(found))
+  board.evaluated(AFTER, results, trainer.at)

@@ -12,18 +12,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 import dataclasses
+import pathlib
 import threading
 import time
 
+import numpy as np
 import tensorstore as ts
 
 from composer import config as config_lib
+from composer import console
 from composer import leases
-from composer import metrics
 from composer import params as params_lib
 from composer import records
 from composer.environments import machines
 from composer.environments.tasks import repair
+from composer.fleet import stopping
 from composer.fleet import workdir as workdir_lib
 from composer.inference import engine as engine_lib
 from composer.model import tokenizer as tokenizer_lib
@@ -33,6 +36,8 @@ from composer.weights import sync
 
 WEIGHTS_POLL_S = 0.05
 QUIET_S = 600.0  # without weights for so long, a rollout says so and ends
+END_S = 60.0  # for sessions to be given up and machines to stop
+SESSIONS = 'sessions'  # name of the thread that runs them
 
 
 def engine(experiment: config_lib.Experiment) -> engine_lib.Engine:
@@ -48,32 +53,43 @@ def open_pool(experiment: config_lib.Experiment) -> machines.Pool:
 
 @dataclasses.dataclass
 class Rollout:
-  """A running rollout role; `start` makes one, `join` waits for its end."""
+  """A running rollout role; `start` makes one, `end` or `join` ends it."""
 
   experiment: config_lib.Experiment
   kv: ts.KvStore
   engine: engine_lib.Engine
   incarnation: str
-  stop: workdir_lib.Stopper
-  lanes: metrics.Lanes | None
+  stop: stopping.Stopper
   on_version: Callable[[int, float], None]
   failure: BaseException | None = None
-  scheduler: schedule.Scheduler | None = None
   threads: list[threading.Thread] = dataclasses.field(default_factory=list)
 
-  def join(self, seconds: float = 60.0) -> None:
-    """Waits for the threads; raises what made one of them fail."""
+  def end(self, seconds: float = END_S) -> None:
+    """Stops the threads and waits for them.
+
+    Raises:
+      Exception: what made one of them fail.
+      TimeoutError: one did not end in time.
+    """
+    self.stop.stop('finished')
     deadline = time.monotonic() + seconds
     for thread in self.threads:
       thread.join(max(0.0, deadline - time.monotonic()))
       if thread.is_alive():
-        raise RuntimeError(
-          f'thread {thread.name} did not end within {seconds} s'
+        raise TimeoutError(
+          f'thread {thread.name} of the rollout did not end within {seconds} s'
         )
     self.engine.close()
     self.check()
 
+  def join(self) -> None:
+    """Waits for the trainer to have finished, or `stop`; then `end`."""
+    while any(t.name == SESSIONS and t.is_alive() for t in self.threads):
+      time.sleep(0.05)
+    self.end()
+
   def check(self) -> None:
+    """Raises what made a thread fail, if one did."""
     if self.failure is not None:
       raise self.failure
 
@@ -81,10 +97,9 @@ class Rollout:
 def start(
   experiment: config_lib.Experiment,
   kv: ts.KvStore,
-  stop: workdir_lib.Stopper,
+  stop: stopping.Stopper,
   *,
   sole: bool,
-  lanes: metrics.Lanes | None = None,
   on_group: Callable[[records.Group], None] = lambda group: None,
   on_version: Callable[[int, float], None] = lambda version, pause: None,
 ) -> Rollout:
@@ -96,24 +111,25 @@ def start(
     stop: asked all the time.
     sole: this is the cluster's only process, so what its earlier life was
       rolling is free at once.
-    lanes: for busy shares.
     on_group: called with each committed group.
     on_version: called with (version, pause in seconds) after each swap.
   """
   incarnation = leases.new_incarnation()
-  rollout = Rollout(
-    experiment, kv, engine(experiment), incarnation, stop, lanes, on_version
-  )
   abandoned = 0
   if sole:
     freed = leases.release_cluster(kv, experiment.fleet.cluster, incarnation)
     abandoned = freed * experiment.rl.group_size
+  rollout = Rollout(
+    experiment,
+    kv,
+    engine(experiment),
+    incarnation,
+    stopping.Stopper(above=stop),
+    on_version,
+  )
   for name, act in (
     ('weights', lambda: _follow(rollout)),
-    (
-      'sessions',
-      lambda: asyncio.run(_sessions(rollout, abandoned, on_group)),
-    ),
+    (SESSIONS, lambda: asyncio.run(_sessions(rollout, abandoned, on_group))),
   ):
     thread = threading.Thread(
       target=_guard, args=(rollout, act), name=name, daemon=True
@@ -121,6 +137,40 @@ def start(
     rollout.threads.append(thread)
     thread.start()
   return rollout
+
+
+def serve(
+  experiment: config_lib.Experiment,
+  workdir: pathlib.Path,
+  stop: stopping.Stopper,
+) -> None:
+  """A rollout process: until the trainer has finished, or a signal."""
+  workdir_lib.join(experiment, workdir)
+  kv = store.open_exchange(workdir_lib.exchange_url(experiment, workdir))
+  with console.Progress(f'{experiment.name} rollout') as progress:
+
+    def version_active(version: int, pause: float) -> None:
+      # By now the trainer has said what experiment it runs.
+      workdir_lib.join(experiment, workdir)
+      progress.log(
+        f'version {version} active after a pause of {pause * 1000:.0f} ms'
+      )
+
+    def group_finished(group: records.Group) -> None:
+      rewards = [t.reward for t in group.trajectories]
+      mean = f'{np.mean(rewards):.3f}' if rewards else 'none, all were lost'
+      progress.log(
+        f'group {group.group_id} of {group.task_id}: mean reward {mean}'
+      )
+
+    start(
+      experiment,
+      kv,
+      stop,
+      sole=False,
+      on_version=version_active,
+      on_group=group_finished,
+    ).join()
 
 
 def _guard(rollout: Rollout, act: Callable[[], None]) -> None:
@@ -135,29 +185,38 @@ def _guard(rollout: Rollout, act: Callable[[], None]) -> None:
 def _follow(rollout: Rollout) -> None:
   """Fetches every new version while the engine serves, and activates it."""
   subscriber = sync.Subscriber(rollout.kv, rollout.experiment.weights.form)
-  last = time.monotonic()
-  problem = ''
+  well = time.monotonic()  # when the exchange was last seen in order
   while not rollout.stop():
-    try:
-      update = subscriber.poll()
-      problem = ''
-    except (store.BrokenWeights, OSError, TimeoutError) as error:
-      # The version has not moved; the next poll tries again from the store.
-      update, problem = None, f'; the last error was: {error}'
+    rollout.engine.check()
+    update, problem = poll(subscriber)
+    if subscriber.version is not None and not problem:
+      well = time.monotonic()
     if update is None:
-      if subscriber.version is None and time.monotonic() - last > QUIET_S:
+      if time.monotonic() - well > QUIET_S:
         raise TimeoutError(
-          f'no weights appeared on the exchange within {QUIET_S:.0f} s; is a'
-          f' trainer running on it?{problem}'
+          f'no weights could be read from the exchange for {QUIET_S:.0f} s; is'
+          f' a trainer running on it?{problem}'
         )
       time.sleep(WEIGHTS_POLL_S)
       continue
     version, flat = update
-    last = time.monotonic()
     widened = engine_lib.widen(params_lib.unnamed(flat))
     rollout.engine.activate(version, widened)
     rollout.engine.wait_active(version)
     rollout.on_version(version, rollout.engine.stats.pause_s)
+
+
+def poll(
+  subscriber: sync.Subscriber,
+) -> tuple[tuple[int, dict[str, np.ndarray]] | None, str]:
+  """(newer weights or None, what is wrong with the exchange or '').
+
+  After an error the version held has not moved, so the next poll tries again.
+  """
+  try:
+    return subscriber.poll(), ''
+  except (store.BrokenWeights, OSError) as error:
+    return None, f' The last error was: {error}'
 
 
 async def _sessions(
@@ -174,23 +233,24 @@ async def _sessions(
   tokenizer = tokenizer_lib.load(experiment.tokenizer)
   pool = open_pool(experiment)
   await pool.open()
-  rollout.scheduler = schedule.Scheduler(
-    rollout.kv,
-    rollout.engine,
-    pool,
-    tasks,
-    tokenizer,
-    experiment,
-    rollout.incarnation,
-    version=lambda: rollout.engine.version,
-    provenance={
-      'numerics': experiment.numerics.mode,
-      'engine': dataclasses.asdict(experiment.engine),
-    },
-    abandoned=abandoned,
-    on_group=on_group,
-  )
   try:
-    await rollout.scheduler.run(rollout.stop)
+    scheduler = schedule.Scheduler(
+      rollout.kv,
+      rollout.engine,
+      pool,
+      tasks,
+      tokenizer,
+      experiment,
+      rollout.incarnation,
+      version=lambda: rollout.engine.version,
+      provenance={
+        'numerics': experiment.numerics.mode,
+        'engine': dataclasses.asdict(experiment.engine),
+      },
+      abandoned=abandoned,
+      on_group=on_group,
+      check=rollout.engine.check,
+    )
+    await scheduler.run(rollout.stop)
   finally:
     await pool.close()

@@ -18,13 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import json
 import pathlib
 import time
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
@@ -35,6 +33,7 @@ from composer import groups
 from composer import metrics
 from composer import params as params_lib
 from composer import records
+from composer.fleet import processes
 from composer.fleet import workdir as workdir_lib
 from composer.model import transformer
 from composer.rl import audit as audit_lib
@@ -46,9 +45,8 @@ from composer.weights import sync
 from composer.weights import upkeep
 
 POLL_S = 0.02
-QUIET_S = 900.0  # without a group for so long, a trainer says so and ends
-
-Report = Callable[[int, Mapping[str, float]], None]
+QUIET_S = 900.0  # without a new group for so long, a trainer says so and ends
+BOOKS_S = 10.0  # for rollouts that commit while the books are checked
 
 
 @dataclasses.dataclass
@@ -67,9 +65,9 @@ class Trainer:
   state: records.TrainState
   ledger: buffer.Ledger
   done: int
-  publisher: sync.Publisher | None
   lanes: metrics.Lanes
   workdir: pathlib.Path
+  publisher: sync.Publisher | None = None  # of process 0
   published: dict[int, Any] = dataclasses.field(default_factory=dict)
   parsed: dict[str, records.Group] = dataclasses.field(default_factory=dict)
   cache: groups.Cache = dataclasses.field(default_factory=groups.Cache)
@@ -78,7 +76,16 @@ class Trainer:
 
   @property
   def version(self) -> int:
-    return int(trainer_lib.on_host(self.state.version))
+    return int(self.state.version.addressable_data(0))  # the same everywhere
+
+  @property
+  def at(self) -> int:
+    """Steps of all stages, skipped ones too: the step of the metrics file."""
+    return self.experiment.midtrain.steps + self.done
+
+  @property
+  def finished(self) -> bool:
+    return self.done >= self.experiment.rl.steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +110,8 @@ def begin(
   """A trainer at the stage's newest checkpoint, or at its start.
 
   What it starts from is published at once, as a full base: after a resume that
-  is HEAD's version + 1, and versions of the abandoned lineage are noted.
+  is HEAD's version + 1, and versions of the abandoned lineage are noted. Where
+  the stage was finished before, nothing is published.
   """
   step = trainer_lib.make_step(
     experiment.model, experiment.numerics, experiment.rl, mesh
@@ -111,8 +119,8 @@ def begin(
   state = trainer_lib.init_state(
     params, experiment.rl, midtrain_step, jax.random.key(experiment.seed)
   )
-  state = jax.device_put(state, step.state_shardings(state))
-  directory = str(workdir / 'checkpoints' / 'rl')
+  state = processes.place(state, step.state_shardings(state))
+  directory = workdir_lib.checkpoints(workdir, 'rl')
   ledger, done = buffer.Ledger(), 0
   resumed = checkpoint.latest(directory) is not None
   if resumed:
@@ -120,11 +128,6 @@ def begin(
       directory, checkpoint.abstract(state), identity=identity
     )
     ledger, done = buffer.from_json(extras['ledger']), extras['done']
-  publisher = None
-  if jax.process_index() == 0:
-    publisher = sync.Publisher(
-      kv, experiment.weights.form, experiment.weights.base_every
-    )
   trainer = Trainer(
     experiment=experiment,
     kv=kv,
@@ -134,24 +137,42 @@ def begin(
     state=state,
     ledger=ledger,
     done=done,
-    publisher=publisher,
     lanes=lanes,
     workdir=workdir,
   )
-  head = _share(None if publisher is None else publisher.next_version)
-  first = 0 if head is None else head
-  if first:
-    # Even a run that was killed before its first checkpoint has a lineage.
-    restored = trainer.version if resumed else -1
-    trainer.ledger = buffer.abandon(ledger, restored, first - 1)
-  publish(trainer, first)
-  if jax.process_index() == 0:
+  if resumed and trainer.finished:
+    trainer.published[trainer.version] = step.publishable(state.params)
+  else:
+    _take_over(trainer, resumed)
+  if processes.leads():
     stale = buffer.consumed(trainer.ledger)
     groups.delete_groups(
       kv, [c.group_id for c in groups.committed(kv) if c.group_id in stale]
     )
-    write_cursor(trainer)
+    write_cursor(trainer, finished=resumed and trainer.finished)
   return trainer
+
+
+def _take_over(trainer: Trainer, resumed: bool) -> None:
+  """Becomes the publisher, and publishes under a version never used before."""
+  restored, weights = trainer.version, trainer.experiment.weights
+  if processes.leads():
+    trainer.publisher = sync.Publisher(
+      trainer.kv, weights.form, weights.base_every
+    )
+  first = processes.share(trainer.publisher and trainer.publisher.next_version)
+  if first is None and resumed:
+    raise ValueError(
+      f'the checkpoint is at version {restored}, but the exchange holds no'
+      ' weights; resume with the exchange of the run'
+    )
+  if first is not None:
+    # Even a run that was killed before its first checkpoint has a lineage.
+    trainer.ledger = buffer.abandon(trainer.ledger, restored, first - 1)
+  publish(trainer, first or 0)
+  if resumed:
+    # The same weights, which groups in the queue were sampled from.
+    trainer.published[restored] = trainer.published[trainer.version]
 
 
 def publish(trainer: Trainer, version: int) -> dict[str, float]:
@@ -163,7 +184,7 @@ def publish(trainer: Trainer, version: int) -> dict[str, float]:
   for old in sorted(trainer.published)[:-kept]:
     del trainer.published[old]
   trainer.state = trainer.state.replace(
-    version=jax.device_put(
+    version=processes.place(
       jnp.asarray(version, jnp.int32), trainer.state.version.sharding
     )
   )
@@ -218,45 +239,60 @@ def queue(trainer: Trainer) -> list[groups.Committed]:
 def wait_for_groups(
   trainer: Trainer, stop: Callable[[], bool]
 ) -> buffer.Selection | None:
-  """The next step's groups, read and judged; None if asked to stop."""
-  if jax.process_index() > 0:
-    chosen = _share(None)
-    return None if chosen is None else _selection(trainer, chosen)
-  chosen = _wait(trainer, stop)
-  _share(
-    chosen
-    and {
-      'verdicts': dict(chosen.verdicts),
-      'train': [_path(trainer, g.group_id) for g in chosen.train],
-    }
-  )
-  return chosen
+  """The next step's groups, read and judged; None if asked to stop.
 
-
-def _wait(trainer, stop) -> buffer.Selection | None:
-  rl, deadline = trainer.experiment.rl, time.monotonic() + QUIET_S
-  while not stop():
-    queued = queue(trainer)
-    for item in queued:
-      if item.group_id not in trainer.parsed:
-        trainer.parsed[item.group_id] = groups.read_group(trainer.kv, item)
-    selection = buffer.select(
-      [trainer.parsed[item.group_id] for item in queued],
-      trainer.ledger,
-      groups_per_step=rl.groups_per_step,
-      trainer_version=trainer.version,
-      staleness_bound=rl.staleness,
-      lineage=rl.lineage,
-    )
-    if selection is not None:
-      return selection
-    if time.monotonic() > deadline:
-      raise TimeoutError(
-        f'{len(queued)} of {rl.groups_per_step} groups arrived on the exchange'
-        f' within {QUIET_S:.0f} s; is a rollout process running on it?'
-      )
+  Raises:
+    TimeoutError: no group arrived for `QUIET_S`.
+  """
+  quiet, known = time.monotonic(), 0
+  while not processes.any_of(stop()):
+    chosen = _select(trainer) if processes.leads() else None
+    told = processes.share(chosen and _told(trainer, chosen))
+    if told is not None:
+      return chosen or _selection(trainer, told)
+    if len(trainer.parsed) != known:
+      quiet, known = time.monotonic(), len(trainer.parsed)
+    if processes.leads() and time.monotonic() - quiet > QUIET_S:
+      raise TimeoutError(_silence(trainer))
     time.sleep(POLL_S)
   return None
+
+
+def _select(trainer: Trainer) -> buffer.Selection | None:
+  rl, queued = trainer.experiment.rl, queue(trainer)
+  for item in queued:
+    if item.group_id not in trainer.parsed:
+      trainer.parsed[item.group_id] = groups.read_group(trainer.kv, item)
+  return buffer.select(
+    [trainer.parsed[item.group_id] for item in queued],
+    trainer.ledger,
+    groups_per_step=rl.groups_per_step,
+    trainer_version=trainer.version,
+    staleness_bound=rl.staleness,
+    lineage=rl.lineage,
+  )
+
+
+def _silence(trainer: Trainer) -> str:
+  times = [beat.time for beat in groups.heartbeats(trainer.kv)]
+  last = (
+    f'the last sign of one is {time.time() - max(times):.0f} s old'
+    if times
+    else 'none has shown itself'
+  )
+  return (
+    f'{len(trainer.parsed)} of {trainer.experiment.rl.groups_per_step} groups'
+    f' of a step are queued and no other arrived for {QUIET_S:.0f} s; is a'
+    f' rollout process running on this exchange ({last})?'
+  )
+
+
+def _told(trainer: Trainer, chosen: buffer.Selection) -> dict[str, Any]:
+  """What the other processes need to make the same selection."""
+  return {
+    'verdicts': dict(chosen.verdicts),
+    'train': [_path(trainer, group.group_id) for group in chosen.train],
+  }
 
 
 def _path(trainer: Trainer, group_id: str) -> dict[str, Any]:
@@ -299,7 +335,7 @@ def train_step(trainer: Trainer, selection: buffer.Selection) -> Done:
   if scalars.get('train/skipped') == 0:
     scalars.update(publish(trainer, trainer.version + 1))
   trainer.done += 1
-  if jax.process_index() == 0:
+  if processes.leads():
     write_cursor(trainer)
   scalars['train/seconds'] = time.monotonic() - started
   scalars.update(_rewards(selection))
@@ -401,7 +437,7 @@ def _rewards(selection: buffer.Selection) -> dict[str, float]:
   }
 
 
-def counters(trainer: Trainer, selection: buffer.Selection) -> dict[str, float]:
+def counters(trainer: Trainer) -> dict[str, float]:
   """Cumulative counts of every side, each from that side's own account."""
   queued = queue(trainer)
   produced = groups.produced(trainer.kv, trainer.cache)
@@ -412,6 +448,21 @@ def counters(trainer: Trainer, selection: buffer.Selection) -> dict[str, float]:
     'groups/queued': float(len(queued)),
     'sessions/abandoned': float(sum(b.abandoned for b in beats)),
   }
+
+
+def check_books(trainer: Trainer) -> str | None:
+  """What does not agree in the books, or None.
+
+  Rollouts may be committing their last groups, so a difference has to last.
+  """
+  deadline = time.monotonic() + BOOKS_S
+  while True:
+    produced = groups.produced(trainer.kv, trainer.cache)
+    queued = [item.group_id for item in queue(trainer)]
+    problem = buffer.check_conservation(produced, trainer.ledger, queued)
+    if problem is None or time.monotonic() > deadline:
+      return problem
+    time.sleep(0.2)
 
 
 def save(trainer: Trainer) -> None:
@@ -434,7 +485,7 @@ def finish_saving(trainer: Trainer) -> None:
     return
   trainer.saving.wait()
   trainer.saving = None
-  if jax.process_index() == 0:
+  if processes.leads():
     there = [c.group_id for c in groups.committed(trainer.kv, trainer.cache)]
     groups.delete_groups(
       trainer.kv, [gid for gid in there if gid in trainer.deletable]
@@ -443,8 +494,8 @@ def finish_saving(trainer: Trainer) -> None:
 
 def run(
   trainer: Trainer,
-  stop: workdir_lib.Stopper,
-  report: Callable[[Trainer, buffer.Selection, Done], None],
+  stop: Callable[[], bool],
+  report: Callable[[Trainer, Done], None],
 ) -> None:
   """Steps until `rl.steps` are done or `stop` says so; ends with a checkpoint.
 
@@ -453,28 +504,17 @@ def run(
     stop: asked while waiting.
     report: called after every step, in every process.
   """
+  if trainer.finished and checkpoint.latest(trainer.directory) is not None:
+    return  # by an earlier life of this run, its checkpoint included
   every = trainer.experiment.checkpoint.every
-  while trainer.done < trainer.experiment.rl.steps:
+  while not trainer.finished:
     selection = wait_for_groups(trainer, stop)
     if selection is None:
       break
-    report(trainer, selection, train_step(trainer, selection))
-    if every and trainer.done % every == 0:
+    report(trainer, train_step(trainer, selection))
+    if every and trainer.done % every == 0 and not trainer.finished:
       save(trainer)
   save(trainer)
   finish_saving(trainer)
-  finished = trainer.done >= trainer.experiment.rl.steps
-  if jax.process_index() == 0:
-    write_cursor(trainer, finished)
-
-
-def _share(value: Any) -> Any:
-  """A JSON-able value of process 0, in every process."""
-  if jax.process_count() == 1:
-    return value
-  blob = json.dumps(value).encode()
-  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(blob))))
-  data = np.zeros(size, np.uint8)
-  if jax.process_index() == 0:
-    data[:] = np.frombuffer(blob, np.uint8)
-  return json.loads(bytes(multihost_utils.broadcast_one_to_all(data)))
+  if processes.leads():
+    write_cursor(trainer, trainer.finished)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
 import pathlib
+from typing import Any
 
+from composer import checkpoint
 from composer import config as config_lib
 
 CONFIG = 'config.json'
 DONE = 'done'  # written when the run has finished
+RESULTS = 'results.json'  # what evaluations found so far; survives a kill
+
+# A process that joins a run may differ in how it runs, not in what.
+OWN = ('machine.', 'engine.', 'eval.', 'fleet.', 'checkpoint.', 'weights.exch')
 
 
 def exchange_url(
@@ -25,53 +30,78 @@ def exchange_url(
   return f'file://{workdir.resolve()}/exchange'
 
 
-def prepare(
+def checkpoints(workdir: pathlib.Path, stage: str) -> str:
+  """Directory of the checkpoints of a stage ('midtrain' or 'rl')."""
+  return str(workdir / 'checkpoints' / stage)
+
+
+def last_step(experiment: config_lib.Experiment, workdir: pathlib.Path) -> int:
+  """Steps of all stages that checkpoints contain; 0 if there is none."""
+  done = checkpoint.latest(checkpoints(workdir, 'rl'))
+  if done is not None:
+    return experiment.midtrain.steps + done
+  return checkpoint.latest(checkpoints(workdir, 'midtrain')) or 0
+
+
+def check(
   experiment: config_lib.Experiment, workdir: pathlib.Path, resume: bool
-) -> None:
-  """Makes the directory, or checks that it is this experiment's.
+) -> bool:
+  """Whether the directory holds this run already; writes nothing.
 
   Raises:
-    ValueError: it holds a run already and `resume` is false, it is of another
+    ValueError: it holds a run and `resume` is false, it is of another
       experiment, or the run in it has finished.
   """
-  path = workdir / CONFIG
-  text = config_lib.to_json(experiment)
-  if path.exists():
-    _check_same(path, text, workdir)
-    if (workdir / DONE).exists():
-      raise ValueError(
-        f'the run in {workdir} has finished; see {workdir}/report.html, or'
-        ' choose another --workdir'
-      )
-    if not resume:
-      raise ValueError(
-        f'{workdir} holds a run already; continue it with --resume, or choose'
-        ' another --workdir'
-      )
-    return
+  if not (workdir / CONFIG).exists():
+    return False
+  _check_same(experiment, workdir)
+  if (workdir / DONE).exists():
+    raise ValueError(
+      f'the run in {workdir} has finished; see {workdir}/report.html, or'
+      ' choose another --workdir'
+    )
+  if not resume:
+    raise ValueError(
+      f'{workdir} holds a run already; continue it with --resume, or choose'
+      ' another --workdir'
+    )
+  return True
+
+
+def make(experiment: config_lib.Experiment, workdir: pathlib.Path) -> None:
+  """Makes the directory, with the experiment in it."""
   workdir.mkdir(parents=True, exist_ok=True)
-  partial = path.with_suffix('.partial')
-  partial.write_text(text)
-  os.replace(partial, path)
+  _replace(workdir / CONFIG, config_lib.to_json(experiment))
 
 
-def _check_same(path: pathlib.Path, text: str, workdir: pathlib.Path) -> None:
-  there, here = json.loads(path.read_text()), json.loads(text)
-  if there == here:
-    return
-  fields = sorted(
-    name
-    for name in _flat(there).keys() | _flat(here).keys()
-    if _flat(there).get(name) != _flat(here).get(name)
-  )
-  shown = ', '.join(
-    f'{n}: {_flat(there).get(n)!r} there, {_flat(here).get(n)!r} here'
-    for n in fields[:4]
-  )
-  raise ValueError(
-    f'{workdir} belongs to another experiment ({shown}); choose another'
-    ' --workdir, or the same settings'
-  )
+def join(experiment: config_lib.Experiment, workdir: pathlib.Path) -> None:
+  """Makes the directory for a process that joins the run in it, if any yet.
+
+  Raises:
+    ValueError: the run in it is of another experiment.
+  """
+  workdir.mkdir(parents=True, exist_ok=True)
+  if (workdir / CONFIG).exists():
+    _check_same(experiment, workdir, OWN)
+
+
+def _check_same(
+  experiment: config_lib.Experiment,
+  workdir: pathlib.Path,
+  ignored: tuple[str, ...] = (),
+) -> None:
+  there = _flat(json.loads((workdir / CONFIG).read_text()))
+  here = _flat(json.loads(config_lib.to_json(experiment)))
+  fields = [
+    f'{name}: {there.get(name)!r} there, {here.get(name)!r} here'
+    for name in sorted(there.keys() | here.keys())
+    if there.get(name) != here.get(name) and not name.startswith(ignored)
+  ]
+  if fields:
+    raise ValueError(
+      f'{workdir} belongs to another experiment ({", ".join(fields[:4])});'
+      ' choose another --workdir, or the same settings'
+    )
 
 
 def _flat(values: dict, prefix: str = '') -> dict:
@@ -82,6 +112,26 @@ def _flat(values: dict, prefix: str = '') -> dict:
     else:
       out[prefix + name] = value
   return out
+
+
+def write_results(workdir: pathlib.Path, results: dict[str, Any]) -> None:
+  _replace(workdir / RESULTS, json.dumps(results, indent=1))
+
+
+def read_results(workdir: pathlib.Path) -> dict[str, Any]:
+  """What `write_results` wrote last; empty if it did not yet."""
+  path = workdir / RESULTS
+  return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+  """The file is the old one or the new one, never half of it."""
+  partial = path.with_name(f'.{path.name}.{os.getpid()}.part')
+  try:
+    partial.write_text(text)
+    os.replace(partial, path)
+  finally:
+    partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -102,20 +152,3 @@ def locked(workdir: pathlib.Path, role: str) -> Iterator[None]:
         ' it, or choose another --workdir'
       ) from error
     yield
-
-
-@dataclasses.dataclass(frozen=True)
-class Stopper:
-  """Asks every part of a process to stop; `why` is shown."""
-
-  flags: list = dataclasses.field(default_factory=list)
-
-  def stop(self, why: str) -> None:
-    self.flags.append(why)
-
-  def __call__(self) -> bool:
-    return bool(self.flags)
-
-  @property
-  def why(self) -> str:
-    return self.flags[0] if self.flags else ''

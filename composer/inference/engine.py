@@ -88,6 +88,12 @@ class Engine:
     self._model, self._numerics, self._config = model, numerics, config
     block = numerics.kv_block
     self._columns = -(-config.max_context // block)
+    if config.pages < self._columns + 1:  # one is scratch
+      raise ValueError(
+        f'engine.pages={config.pages} cannot hold one sequence of'
+        f' engine.max_context={config.max_context} tokens; use'
+        f' {self._columns + 1} or more'
+      )
     self._pool = cache_lib.PagePool(config.pages)
     self._cache = transformer.init_cache(model, numerics, config.pages)
     self._waiting: collections.deque[_Sequence] = collections.deque()
@@ -129,7 +135,7 @@ class Engine:
     """Waits until at least `version` is active."""
     deadline = time.monotonic() + seconds
     while self._version < version:
-      self._check()
+      self.check()
       if time.monotonic() > deadline:
         raise records.EngineError(
           f'version {version} did not become active within {seconds} s; the'
@@ -153,7 +159,7 @@ class Engine:
       self._model.experts_per_token,
     )
     with self._wake:
-      self._check()
+      self.check()
       self._waiting.append(sequence)
       self._wake.notify()
     return await future
@@ -167,7 +173,8 @@ class Engine:
     if self._thread.is_alive():
       raise records.EngineError(f'the engine did not stop within {seconds} s')
 
-  def _check(self) -> None:
+  def check(self) -> None:
+    """Raises `EngineError` where the engine failed or was stopped."""
     if self._failure is not None:
       raise records.EngineError(f'the engine failed: {self._failure!r}')
     if self._stopping:

@@ -20,6 +20,7 @@ from composer import config as config_lib
 from composer import params as params_lib
 
 Array = jax.Array
+CACHE_ROWS = 256  # rows of a block that `fast` computes at once on a CPU
 ParamSpec = params_lib.ParamSpec
 
 
@@ -34,9 +35,9 @@ def map_rows(
   blocks: XLA unrolls a loop of one trip and then compiles its body anew, in
   the context of what surrounds it.
   """
-  if numerics.mode == 'fast':
-    return fn(*arrays)
   rows, block = arrays[0].shape[0], numerics.row_block
+  if numerics.mode == 'fast':
+    return in_cache(fn, CACHE_ROWS, *arrays)
   if rows % block or rows < 2 * block:
     raise ValueError(
       f'bitwise numerics need a multiple of numerics.row_block={block} rows,'
@@ -47,6 +48,22 @@ def map_rows(
     lambda a: a.reshape(rows // block, block, *a.shape[1:]), arrays
   )
   out = jax.lax.map(lambda block_arrays: fn(*block_arrays), blocks)
+  return jax.tree.map(lambda a: a.reshape(rows, *a.shape[2:]), out)
+
+
+def in_cache(fn: Callable[..., Any], block: int, *arrays: Array) -> Any:
+  """fn over blocks of the leading axis whose intermediates fit a CPU's cache.
+
+  The backward pass computes a block's intermediates again instead of reading
+  them from memory, and adds the parameters' gradients up block by block.
+  """
+  rows = arrays[0].shape[0]
+  if jax.default_backend() != 'cpu' or rows % block or rows < 2 * block:
+    return fn(*arrays)
+  blocks = jax.tree.map(
+    lambda a: a.reshape(rows // block, block, *a.shape[1:]), arrays
+  )
+  out = jax.lax.map(jax.checkpoint(lambda part: fn(*part)), blocks)
   return jax.tree.map(lambda a: a.reshape(rows, *a.shape[2:]), out)
 
 

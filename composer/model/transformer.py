@@ -32,6 +32,7 @@ Array = jax.Array
 ModelConfig = config_lib.ModelConfig
 NumericsConfig = config_lib.NumericsConfig
 ParamSpec = params_lib.ParamSpec
+CACHE_BATCH = 4  # rows of [B, T] that dense attention takes at once on a CPU
 
 
 @struct.dataclass
@@ -124,7 +125,9 @@ def _layer(
   )
   if numerics.mode == 'fast':
     packed = [a.reshape(b, t, *a.shape[1:]) for a in (q, k, v)]
-    heads = attention.dense(*packed, segment_ids, positions)
+    heads = layers.in_cache(
+      attention.dense, CACHE_BATCH, *packed, segment_ids, positions
+    )
     heads = heads.reshape(b * t, *heads.shape[2:])
   else:
     heads = _paged_heads(numerics, q, k, v, positions)
@@ -211,10 +214,10 @@ def forward(
     `Output`; `load` counts real tokens only.
   """
   b, t = tokens.shape
-  l, k = moe_layers(config), config.experts_per_token
+  sparse, k = moe_layers(config), config.experts_per_token
   x = params['embed'][tokens]
   if experts is None:
-    experts = jnp.full((b, t, l, k), -1, jnp.int16)
+    experts = jnp.full((b, t, sparse, k), -1, jnp.int16)
 
   layer = _layer if numerics.mode == 'fast' else _layer_fixed
 
@@ -228,7 +231,7 @@ def forward(
   if config.dense_layers:
     none = jnp.full((config.dense_layers, b, t, k), -1, jnp.int16)
     x, _ = jax.lax.scan(body, x, (params['dense'], none))
-  if not l:
+  if not sparse:
     empty = jnp.zeros((b, t, 0, k), jnp.int16)
     return Output(x, empty, empty, jnp.zeros((0, config.experts)))
   replay = jnp.moveaxis(experts, 2, 0)  # [L, B, T, K]
@@ -283,8 +286,14 @@ def row_logprobs(config, numerics, norm, unembed, x, target, temperature):
   Returns:
     (logprob [N], entropy [N]), float32.
   """
-  rows = functools.partial(_logprob_rows, config, norm, unembed)
-  return layers.map_rows(rows, numerics, x, target, temperature)
+
+  def rows(*block):
+    # One array: were they two, a caller that drops the entropy would get
+    # another loop body compiled, and other last bits of the logprob.
+    return jnp.stack(_logprob_rows(config, norm, unembed, *block), axis=-1)
+
+  both = layers.map_rows(rows, numerics, x, target, temperature)
+  return both[:, 0], both[:, 1]
 
 
 def _row_logprobs_forward(config, numerics, *args):
@@ -294,8 +303,10 @@ def _row_logprobs_forward(config, numerics, *args):
 def _row_logprobs_backward(config, numerics, args, cotangents):
   norm, unembed, x, target, temperature = args
 
+  fast = numerics_fast(numerics)
+
   def again(norm, unembed, x):
-    return _logprob_rows(config, norm, unembed, x, target, temperature)
+    return row_logprobs(config, fast, norm, unembed, x, target, temperature)
 
   _, pull = jax.vjp(again, norm, unembed, x)
   return *pull(cotangents), None, None

@@ -21,11 +21,16 @@ from composer.rl import trainer
 
 @dataclasses.dataclass(frozen=True)
 class Audited:
-  """What the trainer says of one segment; NaN and -1 where not audited."""
+  """What the trainer says of one segment; NaN and -1 where not audited.
 
+  `audited` tells such a NaN from one that the trainer computed.
+  """
+
+  audited: np.ndarray  # bool [T]
   logprobs: np.ndarray  # float32 [T], routes replayed
   native_logprobs: np.ndarray  # float32 [T], the trainer's own routes
   flips: np.ndarray  # int32 [T], layers that would have routed differently
+  known: np.ndarray  # int32 [T], layers whose recorded routes are known
 
 
 def audit(
@@ -85,17 +90,20 @@ def score_segments(step, params, segments, config, model, kv_block):
     shape[2],
     config.loss_tokens,
   )
-  replayed, native, flips = [], [], []
+  replayed, native, flips, layers = [], [], [], []
   for batch in batches:
     placed = trainer.place(step, batch)
     a = trainer.on_host(step.score(params, placed, np.True_))
     b = trainer.on_host(step.score(params, placed, np.False_))
     replayed.append(a.logprobs)
     native.append(b.logprobs)
-    known = np.all(batch.experts >= 0, axis=-1)
+    known = np.all(batch.experts >= 0, axis=-1)  # [B, T, L]
     differ = ~_same_experts(a.native, batch.experts)
     flips.append(np.sum(known & differ, axis=-1, dtype=np.int32))
-  columns = [pack_lib.unpack(v, placements) for v in (replayed, native, flips)]
+    layers.append(np.sum(known, axis=-1, dtype=np.int32))
+  columns = [
+    pack_lib.unpack(v, placements) for v in (replayed, native, flips, layers)
+  ]
   return [
     _masked(s, *values) for s, *values in zip(segments, *columns, strict=True)
   ]
@@ -109,18 +117,21 @@ def _same_experts(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _nothing(segment: Segment) -> Audited:
   length = len(segment.tokens)
   nan = np.full(length, np.nan, np.float32)
-  return Audited(nan, nan, np.full(length, -1, np.int32))
+  none = np.full(length, -1, np.int32)
+  return Audited(np.zeros(length, bool), nan, nan, none, none)
 
 
-def _masked(segment, logprobs, native, flips) -> Audited:
+def _masked(segment, logprobs, native, flips, known) -> Audited:
   """Keeps auditable tokens; routes count up to the last of them."""
   keep = segment.auditable
   last = int(np.flatnonzero(keep)[-1])
   before = np.arange(len(keep)) < last
   return Audited(
+    keep,
     np.where(keep, logprobs, np.nan).astype(np.float32),
     np.where(keep, native, np.nan).astype(np.float32),
     np.where(before, flips, -1).astype(np.int32),
+    np.where(before, known, -1).astype(np.int32),
   )
 
 
@@ -131,24 +142,24 @@ def summary(
 
   'kl' is k1, the mean of behaviour - trainer; 'k3' the mean of r - 1 - log r
   with r = trainer / behaviour. `no_replay/*` are of the trainer's own routes.
+  'route_flip_rate' is over the token-layers with known routes. A logprob of the
+  trainer that is not finite is audited all the same and shows.
   """
-  behaviour, replayed, native, flips = [], [], [], []
-  layers = 1
+  behaviour, replayed, native = [], [], []
+  flips = known = 0
   for segment, a in zip(segments, audited, strict=True):
-    keep = np.isfinite(a.logprobs)
+    keep = a.audited
     behaviour.append(segment.logprobs[keep])
     replayed.append(a.logprobs[keep])
     native.append(a.native_logprobs[keep])
-    flips.append(a.flips[a.flips >= 0])
-    layers = max(segment.experts.shape[1], 1)
+    flips += int(a.flips[a.flips >= 0].sum())
+    known += int(a.known[a.known >= 0].sum())
   b = np.concatenate([np.zeros(0), *behaviour]).astype(np.float64)
   out = {'audited_tokens': float(b.size)}
   for prefix, values in (('', replayed), ('no_replay/', native)):
     other = np.concatenate([np.zeros(0), *values]).astype(np.float64)
     out.update({prefix + k: v for k, v in differences(b, other).items()})
-  routed = np.concatenate([np.zeros(0), *flips])
-  rate = float(routed.sum() / (routed.size * layers)) if routed.size else 0.0
-  out['route_flip_rate'] = rate
+  out['route_flip_rate'] = flips / known if known else 0.0
   return {f'mismatch/{name}': value for name, value in out.items()}
 
 
@@ -160,10 +171,11 @@ def differences(
     return {}
   log_ratio = trainer_logprobs - behaviour
   absolute = np.abs(log_ratio)
-  return {
-    'kl': float(np.mean(-log_ratio)) + 0.0,
-    'k3': float(np.mean(np.expm1(log_ratio) - log_ratio)),
-    'max_abs_logprob': float(absolute.max()),
-    'p99_abs_logprob': float(np.quantile(absolute, 0.99)),
-    'differing': float(np.mean(absolute > 0)),
-  }
+  with np.errstate(invalid='ignore'):  # a broken trainer shows as inf or nan
+    return {
+      'kl': float(np.mean(-log_ratio)) + 0.0,
+      'k3': float(np.mean(np.expm1(log_ratio) - log_ratio)),
+      'max_abs_logprob': float(absolute.max()),
+      'p99_abs_logprob': float(np.quantile(absolute, 0.99)),
+      'differing': float(np.mean(absolute != 0)),
+    }

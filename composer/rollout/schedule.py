@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 import hashlib
 import time
@@ -27,7 +28,8 @@ from composer.environments.tasks import repair
 from composer.rollout import session as session_lib
 
 POLL_S = 0.05
-LOST = 'infrastructure'
+QUIET_S = 900.0  # idle for so long, without a word of the trainer, is the end
+MOST_LOST = 3  # groups in a row whose every session infrastructure lost
 
 REDRAW = {'repair': repair.redraw}  # task kind -> a draw of it
 
@@ -83,14 +85,32 @@ class Scheduler:
     provenance: Mapping[str, Any] | None = None,
     abandoned: int = 0,
     on_group: Callable[[records.Group], None] = lambda group: None,
-    gauges: Callable[[], Mapping[str, float]] = dict,
+    check: Callable[[], None] = lambda: None,
+    quiet_s: float = QUIET_S,
   ):
+    """Nothing is claimed before `run`.
+
+    Args:
+      kv: the exchange.
+      sampler: the engine.
+      pool: machines.
+      tasks: of the training set, the same in every process.
+      tokenizer, experiment: as for `run_session`.
+      incarnation: of this process, from `leases.new_incarnation`.
+      version: of the engine's weights now.
+      provenance: noted in every trajectory.
+      abandoned: sessions that an earlier life of this process left.
+      on_group: called with each committed group.
+      check: raises if the sampler is beyond use; asked before what sessions
+        failed in is committed as lost to infrastructure.
+      quiet_s: limit of a wait for the trainer.
+    """
     self._kv, self._sampler, self._pool = kv, sampler, pool
     self._tasks, self._tokenizer = tasks, tokenizer
     self._experiment = experiment
     self._cluster = experiment.fleet.cluster
     self._incarnation = incarnation
-    self._version, self._gauges = version, gauges
+    self._version, self._check, self._quiet_s = version, check, quiet_s
     self._provenance = dict(provenance or {})
     self._on_group = on_group
     self._book = leases.LeaseBook(
@@ -98,11 +118,18 @@ class Scheduler:
     )
     self._running: dict[asyncio.Task, leases.LeaseHandle] = {}
     self._cursor = groups.Cursor()
+    self._moved = time.monotonic()  # when the cursor or a group last did
+    self._lost = 0  # groups in a row that infrastructure lost
     self._committing = asyncio.Lock()
     self.counts = Counts(abandoned=abandoned)
 
   async def run(self, stop: Callable[[], bool]) -> None:
-    """Works until the trainer wants no more groups or `stop()` says so."""
+    """Works until the trainer wants no more groups or `stop()` says so.
+
+    Raises:
+      TimeoutError: nothing to do, and no sign of the trainer, for `quiet_s`.
+      RuntimeError: infrastructure loses whole groups, one after the other.
+    """
     side = [
       asyncio.create_task(self._every(self._renew, self._lease_s / 4)),
       asyncio.create_task(
@@ -111,7 +138,7 @@ class Scheduler:
     ]
     try:
       while not stop():
-        self._cursor = await asyncio.to_thread(groups.read_cursor, self._kv)
+        self._follow(await asyncio.to_thread(groups.read_cursor, self._kv))
         if self._cursor.finished:
           break
         self._reap(side)
@@ -119,8 +146,18 @@ class Scheduler:
         await self._pause()
     finally:
       await _cancel([*self._running, *side])
-      await self._give_up()
       await self._beat()
+
+  def _follow(self, cursor: groups.Cursor) -> None:
+    now = time.monotonic()
+    if cursor != self._cursor or self._running:
+      self._cursor, self._moved = cursor, now
+    elif now - self._moved > self._quiet_s:
+      raise TimeoutError(
+        f'all {cursor.consumed} consumed groups and as many as may be queued'
+        ' are rolled, and the trainer has not taken one of them for'
+        f' {self._quiet_s:.0f} s; is it running on this exchange?'
+      )
 
   @property
   def _lease_s(self) -> float:
@@ -164,10 +201,23 @@ class Scheduler:
     return group_of(self._tasks, self._experiment.tasks.seed, draw)
 
   async def _roll(self, handle: leases.LeaseHandle) -> None:
-    """One group: its sessions, then its commit."""
-    seed, draw = self._experiment.seed, handle.draw
-    task, _ = draw_of(self._tasks, self._experiment.tasks.seed, draw)
-    task = REDRAW[task.kind](task, draw)
+    """One group: its sessions, then its commit; else the draw is free again."""
+    try:
+      task, _ = draw_of(self._tasks, self._experiment.tasks.seed, handle.draw)
+      task = REDRAW[task.kind](task, handle.draw)
+      trajectories = await self._sessions(handle, task)
+      await self._commit(handle, task, trajectories)
+    except BaseException:
+      with contextlib.suppress(OSError):  # then the lease runs out
+        if await _to_end(leases.release, self._kv, handle):
+          self._count(abandoned=self._experiment.rl.group_size)
+      raise
+
+  async def _sessions(
+    self, handle: leases.LeaseHandle, task: records.Task
+  ) -> tuple[records.Trajectory, ...]:
+    """The group's sessions, side by side; without those that were lost."""
+    seed = self._experiment.seed
     sessions = [
       asyncio.create_task(
         session_lib.run_session(
@@ -193,15 +243,21 @@ class Scheduler:
     except asyncio.CancelledError:
       await _cancel(sessions)
       raise
-    trajectories = []
-    for result in results:
-      if isinstance(result, session_lib.SessionFailed):
-        self._count(failed_sessions=1)
-      elif isinstance(result, BaseException):
-        raise result
-      else:
-        trajectories.append(result)
-    await self._commit(handle, task, tuple(trajectories))
+    kept = [r for r in results if isinstance(r, records.Trajectory)]
+    failed = [r for r in results if isinstance(r, BaseException)]
+    for error in failed:
+      if not isinstance(error, session_lib.SessionFailed):
+        raise error
+    if failed:
+      self._check()
+      self._count(failed_sessions=len(failed))
+    self._lost = 0 if kept else self._lost + 1
+    if self._lost >= MOST_LOST:
+      raise RuntimeError(
+        f'every session of {self._lost} groups in a row was lost to'
+        f' infrastructure, the last one so: {failed[-1]}'
+      ) from failed[-1]
+    return tuple(kept)
 
   async def _commit(self, handle, task, trajectories) -> None:
     # One commit at a time: a group's index is the count of those before it.
@@ -216,10 +272,13 @@ class Scheduler:
         produced_index=self.counts.produced + 1,
       )
       try:
-        await asyncio.to_thread(groups.commit, self._kv, handle, group)
+        await _to_end(groups.commit, self._kv, handle, group)
       except leases.LeaseLost:
         self._count(abandoned=len(trajectories))
         return
+      except asyncio.CancelledError:
+        self._count(produced=1)  # it was committed all the same
+        raise
       self._count(produced=1)
     self._count(
       sessions=len(trajectories),
@@ -250,13 +309,6 @@ class Scheduler:
       except leases.LeaseLost:
         pass  # its commit will be refused and counted
 
-  async def _give_up(self) -> None:
-    """Frees the draws of groups that will not be finished here."""
-    for task, handle in self._running.items():
-      if task.cancelled():
-        await asyncio.to_thread(leases.release, self._kv, handle)
-    self._running.clear()
-
   async def _beat(self) -> None:
     version = self._version()
     heartbeat = groups.Heartbeat(
@@ -266,11 +318,24 @@ class Scheduler:
       produced=self.counts.produced,
       abandoned=self.counts.abandoned,
       time=time.time(),
-      counters={**dataclasses.asdict(self.counts), **self._gauges()},
+      counters=dataclasses.asdict(self.counts),
     )
     await asyncio.to_thread(
       groups.beat, self._kv, heartbeat, self._experiment.weights.form
     )
+
+
+async def _to_end(act: Callable, *arguments: Any) -> Any:
+  """`asyncio.to_thread` that a cancellation waits for, and then follows.
+
+  A thread cannot be cancelled; what it does must not go on unseen.
+  """
+  running = asyncio.ensure_future(asyncio.to_thread(act, *arguments))
+  try:
+    return await asyncio.shield(running)
+  except asyncio.CancelledError:
+    await running  # raises what the act did, if it failed
+    raise
 
 
 async def _cancel(tasks: Sequence[asyncio.Task]) -> None:

@@ -41,7 +41,7 @@ from composer.rollout.session import sample_seed
 Pairs = tuple[tuple[int, str], ...]  # (line, token) of edits
 Agent = Callable[['View', random.Random], str]  # -> the text of an act
 
-NEAR_MISS = 0.5  # of wrong edits are at least on the wrong line
+NEAR_MISS = 0.7  # of wrong edits are at least on the line with the bug
 LONGEST_ACT = 4  # tokens: ' edit' ' L4' ' >' <end>
 
 
@@ -180,6 +180,9 @@ def answers(tasks: Sequence[Task]) -> dict[str, dict[int, str]]:
 @dataclasses.dataclass(frozen=True)
 class Demonstrator:
   """Edits right at `midtrain.demo_right_edit`, else wrong within the class.
+
+  A wrong edit is mostly a near miss, on the line with the bug: where to look is
+  taught more often than what to write.
 
   `answers` are those of the tasks that it may meet.
   """
@@ -435,3 +438,33 @@ def render_demonstrations(
     played = play(task, agent, tokenizer, experiment, seed)
     segments += played.segments
   return segments
+
+
+def render_solutions(
+  tasks: Sequence[Task],
+  tokenizer: chat.Tokenizer,
+  rng: np.random.Generator,
+  count: int,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+  """Functions without a bug under their descriptions, as documents.
+
+  They teach what the words of a description mean in code, and nothing of how a
+  session goes: no act is in them.
+
+  Returns:
+    `count` times (tokens int32 [T], sampled bool [T], all false).
+  """
+  documents = []
+  chosen = rng.integers(len(tasks), size=count)
+  draws = rng.integers(1 << 31, size=count).tolist()
+  for which, draw in zip(chosen, draws, strict=True):
+    task = repair.redraw(tasks[which], draw)
+    bug, text = task.metadata['bug'], task.files['solution.py']
+    fixed = repair.apply_edit(text, text, bug['line'], bug['right']).text
+    task = dataclasses.replace(task, files={**task.files, 'solution.py': fixed})
+    prompt = chat.render_prompt(
+      tokenizer, (), task.instruction, repair.listing(task)
+    )
+    tokens = np.asarray(prompt, np.int32)
+    documents.append((tokens, np.zeros(len(tokens), bool)))
+  return documents

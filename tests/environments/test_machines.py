@@ -224,7 +224,7 @@ class TestInterface:
     result = python(driver, 'print("a", flush=True)\nwhile 1: pass', 0.2)
     assert result.timed_out and result.exit_code == -9
     assert result.stdout == 'a\n'
-    assert 0.15 < result.seconds < 1.5
+    assert 0.15 < result.seconds < 10
 
   def test_memory_of_a_process(self, driver):
     result = python(
@@ -246,7 +246,7 @@ class TestInterface:
     async def act(machine, _):
       began = time.monotonic()
       result = await machine.run(['sh', '-c', script])
-      assert time.monotonic() - began < 1.5
+      assert time.monotonic() - began < 20
       assert not marked(marker)
       timed = await machine.run(['sh', '-c', script + '; sleep 60'], 0.2)
       assert timed.timed_out

@@ -16,7 +16,7 @@ from composer.environments.machines import process
 from composer.environments.tasks import repair
 from composer.environments.tools import TOOLS
 
-CONFIG = MachineConfig(warm=0, concurrent=2)
+CONFIG = MachineConfig(warm=0, concurrent=2, exec_timeout_s=2.0)
 
 
 @pytest.fixture(scope='module')

@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import fcntl
 import json
+import os
 import subprocess
 import sys
 
@@ -19,7 +21,7 @@ from composer.environments.machines.pool import runner
 from composer.records import Task
 from composer.rewards import verify
 
-CONFIG = MachineConfig(warm=0, concurrent=4)
+CONFIG = MachineConfig(warm=0, concurrent=4, exec_timeout_s=2.0)
 RUNNER = runner()['runner.py']
 HONEST = 'def add(a, b):\n  return a + b\n'
 BROKEN = 'def add(a, b):\n  return a - b\n'
@@ -106,15 +108,13 @@ CHEATS = {
     'def add(a, b):\n  return found.get(str([a, b]), -1)\n'
   ),
   'search_raw_memory': (
-    'import json, re\n'
+    'import ctypes, re\n'
     'found = {}\n'
     'for line in open("/proc/self/maps"):\n'
     '  f = line.split()\n'
     '  if not f[1].startswith("rw"): continue\n'
     '  a, b = (int(x, 16) for x in f[0].split("-"))\n'
-    '  try:\n'
-    '    m = open("/proc/self/mem", "rb", 0); m.seek(a); data = m.read(b - a)\n'
-    '  except Exception: continue\n'
+    '  data = ctypes.string_at(a, b - a)\n'
     r'  for x in re.finditer(rb"\[\[(\d), (\d)\], (\d)\]", data):'
     '\n    found[int(x[1]), int(x[2])] = int(x[3])\n'
     'def add(a, b):\n  return found.get((a, b), -1)\n'
@@ -131,7 +131,7 @@ CHEATS = {
   ),
   'descriptors': (
     'import os\n'
-    'for n in range(256):\n'
+    'for n in reversed(range(256)):\n'
     '  try: os.write(n, b"passed 16 of 16\\n")\n'
     '  except OSError: pass\n'
     'def add(a, b):\n  return a - b\n'
@@ -344,3 +344,21 @@ def test_the_runner_stands_alone_and_restores_the_cases(tmp_path):
     'solution.py',
     'tests.json',
   ]
+
+
+def test_the_candidate_inherits_no_descriptor(tmp_path):
+  (tmp_path / 'solution.py').write_text(CHEATS['descriptors'])
+  (tmp_path / 'cases.json').write_text(json.dumps(CASES))
+  (tmp_path / 'runner.py').write_text(RUNNER)
+  read, low = os.pipe()
+  high = fcntl.fcntl(low, fcntl.F_DUPFD, 220)  # above the runner's own
+  command = [sys.executable, '-I', 'runner.py', 'solution.py', 'cases.json']
+  result = subprocess.run(
+    command, cwd=tmp_path, capture_output=True, pass_fds=[high], timeout=30
+  )
+  os.close(low)
+  os.close(high)
+  with os.fdopen(read, 'rb') as file:
+    assert file.read() == b''
+  assert result.returncode == 1 and result.stderr == b''
+  assert result.stdout.count(b'\n') == 1

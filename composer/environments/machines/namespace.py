@@ -69,9 +69,7 @@ def launch(
   shared = _shared(zygote.facts['namespaces'])
   if shared:
     zygote_lib.close(zygote)
-    raise MissingFacility(
-      _advice(f"a machine shares the host's {', '.join(shared)} namespace")
-    )
+    raise AssertionError(f'a machine shares {", ".join(shared)} with its host')
   return zygote
 
 

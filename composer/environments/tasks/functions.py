@@ -3,17 +3,18 @@
 A function is a point of a product of words, each of which recurs in many
 functions: an aggregate, the number it starts from, a map and a filter.
 
-  sum from 2 of squares of items above k      count of even triples
+  sum from 2 of squares of items above k      count of even doubles
     def f(xs, k):                               def f(xs):
       t = 2                                       t = 0
       for x in xs:                                for x in xs:
-        if x > k:                                   y = x * 3
-          y = x * x                                 if y % 2 == 0:
+        y = x * x                                   y = x + x
+        if x > k:                                   if y % 2 == 0:
           t += y                                      t += 1
       return t                                    return t
 
-Four lines hold one editable token each: the constant, the comparison, the
-arithmetic and the step. `SITES` finds it from the text of the line alone, so a
+Four lines hold one editable token each: the constant, the arithmetic, the
+comparison and the step, always in this order, so that a model of two or three
+layers can find its way. `SITES` finds it from the text of the line alone, so a
 prompt, a file on disk and a scripted agent agree on what an edit replaces.
 
 In the templates, upper-case letters are variables, named per draw.
@@ -32,16 +33,14 @@ CLASSES = {
   'constant': ('0', '1', '2', '3', '4', '5'),
   'comparison': ('<', '<=', '>', '>=', '==', '!='),
   'arithmetic': ('+', '-', '*', '//', '%'),
-  'step': ('+=', '-=', '*='),
-  'choice': ('min', 'max'),
+  'step': ('+=', '-=', '*=', '//=', '%='),
 }
 
 # The first pattern that matches a line names the class of its editable token,
 # which is group 1. They match listings too, which have no punctuation.
 SITES = (
   ('comparison', re.compile(r'^\s*if .*?(?<=\s)([<>]=?|[=!]=)(?=\s)')),
-  ('step', re.compile(r'^\s*\w+ ([+*-]=)(?=\s)')),
-  ('choice', re.compile(r'^\s*\w+ = (min|max)\b')),
+  ('step', re.compile(r'^\s*\w+ (//=|[-+*%]=)(?=\s)')),
   ('arithmetic', re.compile(r'^\s*\w+ = \w+ (//|[-+*%])(?=\s)')),
   ('constant', re.compile(r'^\s*\w+ = (\d+)\s*$')),
 )
@@ -51,22 +50,14 @@ AGGREGATES = {  # word -> (template, right token)
   'deficit': ('T @ Y', '-='),
   'product': ('T @ Y', '*='),
   'count': ('T @ 1', '+='),
-  'largest': ('T = @(T, Y)', 'max'),
-  'smallest': ('T = @(T, Y)', 'min'),
 }
 NATURAL_STARTS = {'sum': 0, 'deficit': 0, 'product': 1, 'count': 0}
 MAPS = {
   'squares': ('Y = X @ X', '*'),
   'doubles': ('Y = X @ X', '+'),
-  'triples': ('Y = X @ 3', '*'),
-  'residues': ('Y = X @ 3', '%'),
-  'thirds': ('Y = X @ 3', '//'),
   'halves': ('Y = X @ 2', '//'),
-  'parities': ('Y = X @ 2', '%'),
   'successors': ('Y = X @ 1', '+'),
-  'predecessors': ('Y = X @ 1', '-'),
   'negatives': ('Y = 0 @ X', '-'),
-  'complements': ('Y = 9 @ X', '-'),
 }
 # V is the item or the mapped value; a filter with K stands after the noun.
 FILTERS = {
@@ -77,9 +68,6 @@ FILTERS = {
   'except': ('if V @ K:', '!='),
   'equalling': ('if V @ K:', '=='),
   'even': ('if V % 2 @ 0:', '=='),
-  'odd': ('if V % 2 @ 0:', '!='),
-  'positive': ('if V @ 0:', '>'),
-  'negative': ('if V @ 0:', '<'),
 }
 
 # 'l' and 'o' look like digits.
@@ -142,16 +130,13 @@ def _rows(function: Function) -> tuple[tuple[int, str, str | None], ...]:
   test, test_right = FILTERS[function.filter]
   value, value_right = MAPS[function.mapping]
   fold, fold_right = AGGREGATES[function.aggregate]
-  keep = (test.replace('V', 'Y' if function.on_value else 'X'), test_right)
-  make = (value, value_right)
-  inner = (make, keep) if function.on_value else (keep, make)
   parameters = 'XS, K' if uses_bound(function) else 'XS'
   return (
     (0, f'def F({parameters}):', None),
     (1, 'T = @', str(function.start)),
     (1, 'for X in XS:', None),
-    (2, *inner[0]),
-    (2 if function.on_value else 3, *inner[1]),
+    (2, value, value_right),
+    (2, test.replace('V', 'Y' if function.on_value else 'X'), test_right),
     (3, fold, fold_right),
     (1, 'return T', None),
   )

@@ -27,7 +27,7 @@ from composer.environments.tasks import functions
 from composer.environments.tasks.functions import Function
 from composer.records import Task
 
-FUNCTIONS = 80
+FUNCTIONS = 48
 VISIBLE_CASES = 6
 HIDDEN_CASES = 16
 MIN_BUGS = 10  # of a function; one with fewer is not drawn
@@ -187,10 +187,10 @@ def _load(text: str) -> Callable[..., Any]:
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-  """The result, or the exception's type: wrong arithmetic may divide by 0."""
+  """The result, or the exception's type: a wrong token may divide by 0."""
   try:
     return function(*args)
-  except ArithmeticError as error:
+  except Exception as error:
     return type(error)
 
 
@@ -391,7 +391,7 @@ def build_tasks(config: TasksConfig) -> TaskSet:
 _SPELT = {
   '<': 'lt', '<=': 'le', '>': 'gt', '>=': 'ge', '==': 'eq', '!=': 'ne',
   '+': 'add', '-': 'sub', '*': 'mul', '//': 'div', '%': 'mod',
-  '+=': 'iadd', '-=': 'isub', '*=': 'imul',
+  '+=': 'iadd', '-=': 'isub', '*=': 'imul', '//=': 'idiv', '%=': 'imod',
 }  # fmt: skip
 
 

@@ -322,6 +322,22 @@ def _workspace(folder: str) -> str:
   return work
 
 
+def remove_tree(folder: str) -> None:
+  """Without `shutil`: it loads libraries that every fork would carry."""
+  for path, folders, files in os.walk(folder, topdown=False):
+    for name in files + folders:
+      full = os.path.join(path, name)
+      try:
+        link = name in files or os.path.islink(full)
+        (os.unlink if link else os.rmdir)(full)
+      except OSError:
+        pass  # what remains, the pool removes when it closes
+  try:
+    os.rmdir(folder)
+  except OSError:
+    pass
+
+
 def limit(config: dict, count_processes: bool) -> None:
   """Limits of a process; the hard ones, so that they cannot be raised."""
   memory = config['memory_mb'] << 20

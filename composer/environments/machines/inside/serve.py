@@ -71,10 +71,7 @@ class Machine:
   def close(self) -> None:
     """Ends the machine; everything in it is dead already."""
     if not self.contained:
-      import shutil  # loads three libraries, which every fork would carry
-
-      folder = os.path.dirname(self.workspace)
-      shutil.rmtree(folder, ignore_errors=True)
+      isolate.remove_tree(os.path.dirname(self.workspace))
     os._exit(0)
 
 

@@ -66,9 +66,7 @@ def main() -> None:
   gc.freeze()  # collections in machines do not touch, so copy, these pages
   serve_starts(control, config, own)
   if config['driver'] == 'process':
-    import shutil  # loads three libraries, which every fork would carry
-
-    shutil.rmtree(config['scratch'], ignore_errors=True)
+    isolate.remove_tree(config['scratch'])
 
 
 def hear(control: socket.socket) -> bytes:

@@ -1,0 +1,169 @@
+"""What cannot work is refused with the remedy, and leaves nothing half done."""
+
+import dataclasses
+import errno
+import importlib.util
+import json
+from pathlib import Path
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from composer.environments.machines import namespace
+from composer.fleet import local
+from composer.fleet import processes
+from composer.fleet import workdir as workdir_lib
+from composer.weights import store
+
+HERE = Path(__file__).parent
+
+
+def tiny():
+  spec = importlib.util.spec_from_file_location('tiny', HERE / 'tiny.py')
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module.get_config()
+
+
+def changed(experiment, section, **fields):
+  part = dataclasses.replace(getattr(experiment, section), **fields)
+  return dataclasses.replace(experiment, **{section: part})
+
+
+def refused(experiment, workdir, *texts, **named):
+  named = {'role': 'trainer', **named}
+  with pytest.raises(ValueError) as caught:
+    local.run(experiment, workdir=workdir, **named)
+  for text in texts:
+    assert text in str(caught.value)
+
+
+@pytest.mark.filterwarnings('ignore:machine.driver=process')
+@pytest.mark.parametrize('resume', [False, True])
+def test_a_workdir_of_another_experiment(tmp_path, resume):
+  workdir_lib.make(tiny(), tmp_path)
+  other = changed(tiny(), 'rl', steps=7, staleness=1)
+  refused(
+    other,
+    tmp_path,
+    *('another experiment', 'rl.staleness: 2 there, 1 here'),
+    *('rl.steps: 6 there, 7 here', 'choose another --workdir'),
+    resume=resume,
+  )
+  refused(other, tmp_path, 'another experiment', role='eval')
+  assert [p.name for p in tmp_path.iterdir()] == ['config.json']
+
+
+def test_a_process_may_join_with_another_machine(tmp_path):
+  workdir_lib.make(tiny(), tmp_path)
+  workdir_lib.join(changed(tiny(), 'engine', pages=256), tmp_path)
+  with pytest.raises(ValueError, match='another experiment'):
+    workdir_lib.join(changed(tiny(), 'session', max_turns=3), tmp_path)
+
+
+def test_a_workdir_in_use_or_finished(tmp_path):
+  workdir_lib.make(tiny(), tmp_path)
+  refused(tiny(), tmp_path, 'holds a run already', '--resume')
+  with workdir_lib.locked(tmp_path, 'trainer-0'):
+    refused(
+      tiny(), tmp_path, "another process runs role 'trainer-0'", resume=True
+    )
+  (tmp_path / 'done').touch()
+  for resume in (False, True):
+    refused(tiny(), tmp_path, 'has finished', 'report.html', resume=resume)
+
+
+def test_exchanges_that_cannot_be_used(tmp_path):
+  workdir = tmp_path / 'run'
+  unknown = changed(tiny(), 'weights', exchange='ftp://host/exchange')
+  refused(unknown, workdir, "'ftp://host/exchange'", 'file://', 'gs://')
+  relative = changed(tiny(), 'weights', exchange='file://exchange')
+  refused(relative, workdir, 'file:///absolute/path')
+  url = f'file://{tmp_path}/exchange'
+  kv = store.open_exchange(url)
+  store.claim_fence(kv, 'bf16')
+  store.move_head(kv, 'bf16', store.Ref(3, 1, 'digest'))
+  used = changed(tiny(), 'weights', exchange=url)
+  refused(used, workdir, 'weights of another run', url)
+  assert not workdir.exists()
+
+
+def test_devices_and_processes_that_do_not_fit(tmp_path, monkeypatch):
+  workdir = tmp_path / 'run'
+  odd = changed(tiny(), 'rl', micro_batch=12)
+  refused(odd, workdir, 'rl.micro_batch=12', '8 devices', 'multiple of 8')
+  two = changed(tiny(), 'fleet', trainer_processes=2)
+  refused(two, workdir, 'fleet.trainer_processes=2', '--role', role='all')
+  monkeypatch.delenv(processes.COORDINATOR, raising=False)
+  refused(two, workdir, processes.COORDINATOR, 'HOST:PORT', '0 to 1')
+  assert not workdir.exists()
+
+
+@pytest.mark.parametrize('role', ['all', 'rollout', 'eval'])
+def test_no_user_namespaces(tmp_path, monkeypatch, role):
+  def launch(settings, timeout_s):
+    raise namespace.zygote_lib.Missing('unshare(CLONE_NEWUSER)', errno.EPERM)
+
+  monkeypatch.setattr(namespace.zygote_lib, 'launch', launch)
+  monkeypatch.setattr(sys, 'argv', ['composer', 'run', 'tiny.py'])
+  workdir = tmp_path / 'run'
+  experiment = changed(tiny(), 'machine', driver='namespace')
+  refused(
+    experiment,
+    workdir,
+    *('CLONE_NEWUSER', 'composer run tiny.py --set machine.driver=process'),
+    role=role,
+  )
+  assert not workdir.exists()
+
+
+def test_evaluating_a_checkpoint(runs):
+  workdir = runs.directory / 'run'
+  runs.run(
+    '--workdir', str(workdir), '--role', 'trainer', die=('publish', 1), code=-9
+  )
+  kept = workdir / 'checkpoints' / 'midtrain'
+  for path in (workdir, kept, kept / '4'):
+    text = runs.run('--checkpoint', str(path), command='eval')
+    assert f'{kept}, step 4' in text and 'held_out_functions: 0.' in text
+  other = ('--set', 'model.width=64')
+  text = runs.run('--checkpoint', str(kept), *other, command='eval', code=2)
+  assert 'of another model: model.width: got 32, expected 64' in text
+  text = runs.run('--checkpoint', str(HERE), command='eval', code=2)
+  assert 'does not hold a checkpoint' in text
+
+
+def test_a_broken_engine_is_said_at_once(runs):
+  workdir = runs.directory / 'run'
+  arguments = ('--workdir', str(workdir), '--set', 'midtrain.steps=0')
+  runs.run(*arguments, die=('publish', 1), code=-signal.SIGKILL)
+  text = runs.run(*arguments, '--resume', die=('engine', 5), code=1)
+  assert 'EngineError: the engine failed' in text and 'broken by' in text
+  cursor = json.loads((workdir / 'exchange' / 'cursor').read_bytes())
+  assert not cursor['dropped'].get('infrastructure'), 'work went on'
+
+
+def test_no_space_left_and_then_some(runs):
+  """A small file system of a user namespace, filled; then not full any more."""
+  full = runs.directory / 'full'
+  full.mkdir()
+  mount = f'mount -t tmpfs -o size=32m tmpfs {full}'
+  unshare = ['unshare', '-rm', 'sh', '-c']
+  if (
+    not shutil.which('unshare') or subprocess.run([*unshare, mount]).returncode
+  ):
+    pytest.skip('no user namespaces: a full file system cannot be made here')
+  # Room for mid-training, and for some of what comes then.
+  script = (
+    f'{mount} && head -c 32150000 /dev/zero > {full}/filler; "$@";'
+    f' test $? = 1 && rm {full}/filler && "$@" --resume'
+  )
+  text = runs.run(
+    '--workdir', str(full / 'run'), prefix=[*unshare, script, '-']
+  )
+  before, after = text.split('no space left')
+  assert 'mid-training 1/4' in before and 'free some' in after
+  assert 'reinforcement 6/6' in after and 'report: ' in after

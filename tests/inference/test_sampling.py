@@ -1,0 +1,110 @@
+"""Sampling: right frequencies, one draw per (seed, position), T handled once."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from composer import config as config_lib
+from composer.inference import sampling
+from composer.model import transformer
+
+MODEL = config_lib.ModelConfig(vocab_size=10, width=8)
+BITWISE = config_lib.NumericsConfig(row_block=8)
+FAST = dataclasses.replace(BITWISE, mode='fast')
+# The 0.999 quantile of chi-square with 9 degrees of freedom.
+CHI_SQUARE_9 = 27.88
+
+
+def make_weights():
+  keys = jax.random.split(jax.random.key(0), 3)
+  norm = 1 + 0.3 * jax.random.normal(keys[0], (8,))
+  unembed = jax.random.normal(keys[1], (8, 10)) / 2
+  return norm, unembed, jax.random.normal(keys[2], (8,))
+
+
+NORM, UNEMBED, HIDDEN = make_weights()
+
+
+def distribution(temperature):
+  """float64 [V], written from the equations."""
+  x = np.asarray(HIDDEN, np.float64)
+  h = x / np.sqrt(np.mean(x**2) + MODEL.norm_eps) * np.asarray(NORM)
+  z = h @ np.asarray(UNEMBED, np.float64) / temperature
+  p = np.exp(z - z.max())
+  return p / p.sum()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def draw_rows(numerics, temperature, seeds, positions):
+  hidden = jnp.tile(HIDDEN[None], (len(seeds), 1))
+  return sampling.sample_rows(
+    MODEL, numerics, NORM, UNEMBED, hidden, temperature, seeds, positions
+  )
+
+
+def draw(temperature, seeds, positions, numerics=BITWISE):
+  return np.asarray(
+    draw_rows(
+      numerics,
+      np.full(len(seeds), temperature, np.float32),
+      np.asarray(seeds, np.uint32),
+      np.asarray(positions, np.int32),
+    )
+  )
+
+
+@pytest.mark.parametrize('temperature', (0.6, 1.0, 2.0))
+@pytest.mark.parametrize('over', ('seeds', 'positions'))
+def test_frequencies(temperature, over):
+  count = 8000
+  many, one = np.arange(count), np.full(count, 11)
+  seeds, positions = (many, one) if over == 'seeds' else (one, many)
+  drawn = draw(temperature, seeds, positions)
+  seen = np.bincount(drawn, minlength=10)
+  want = distribution(temperature) * count
+  assert want.min() > 5
+  assert np.sum((seen - want) ** 2 / want) < CHI_SQUARE_9
+  other = distribution(temperature * 1.5) * count
+  assert np.sum((seen - other) ** 2 / other) > CHI_SQUARE_9
+
+
+def test_a_draw_depends_on_seed_and_position_alone():
+  seeds, positions = np.divmod(np.arange(64), 8)
+  drawn = draw(1.0, seeds, positions)
+  order = np.random.default_rng(0).permutation(64)
+  np.testing.assert_array_equal(
+    draw(1.0, seeds[order], positions[order]), drawn[order]
+  )
+  np.testing.assert_array_equal(
+    draw(1.0, seeds[:16], positions[:16]), drawn[:16]
+  )
+  np.testing.assert_array_equal(draw(1.0, seeds, positions, FAST), drawn)
+
+
+@pytest.mark.parametrize('temperature', (0.0, 1e-7))
+def test_greedy_takes_the_argmax(temperature):
+  drawn = draw(temperature, np.arange(16), np.arange(16))
+  assert np.all(drawn == np.argmax(distribution(1.0)))
+
+
+def test_logprob_is_looked_up_by_the_token():
+  """Of every token and temperature, by the trainer's own function."""
+  tokens = np.tile(np.arange(10), 4)
+  temperatures = np.repeat([0.5, 1.0, 1.5, 3.0], 10).astype(np.float32)
+  logprobs, entropy = transformer.row_logprobs(
+    MODEL,
+    BITWISE,
+    NORM,
+    UNEMBED,
+    jnp.tile(HIDDEN[None], (40, 1)),
+    jnp.asarray(tokens),
+    jnp.asarray(temperatures),
+  )
+  for i, (token, t) in enumerate(zip(tokens, temperatures, strict=True)):
+    p = distribution(float(t))
+    np.testing.assert_allclose(logprobs[i], np.log(p[token]), rtol=1e-5)
+    np.testing.assert_allclose(entropy[i], -np.sum(p * np.log(p)), rtol=1e-5)
