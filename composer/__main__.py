@@ -22,7 +22,7 @@ import time
 from types import FrameType
 
 ROLES = ('all', 'trainer', 'rollout', 'eval')
-BENCHES = ('mismatch',)
+BENCHES = ('machines', 'mismatch')
 TRACEBACK = 'COMPOSER_TRACEBACK'  # set: errors come with their traceback
 
 
@@ -113,7 +113,13 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     commands, 'eval', _eval, 'evaluate a checkpoint on held-out tasks'
   )
   _add_experiment(parser)
-  parser.add_argument('--checkpoint', type=Path, metavar='DIR', required=True)
+  parser.add_argument(
+    '--checkpoint',
+    type=Path,
+    metavar='DIR',
+    required=True,
+    help='workdir of a run, one of its stages, or one checkpoint',
+  )
 
 
 def _add_experiment(parser: argparse.ArgumentParser) -> None:
@@ -152,12 +158,20 @@ def _add_weights(commands: argparse._SubParsersAction) -> None:
   fetch.add_argument(
     '--version', type=int, metavar='N', help='default: the newest'
   )
-  fetch.add_argument('--out', type=Path, metavar='FILE', required=True)
+  fetch.add_argument(
+    '--out',
+    type=Path,
+    metavar='FILE',
+    required=True,
+    help='safetensors file to write',
+  )
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
   parser = _command(commands, 'bench', _bench, 'measure something')
-  parser.add_argument('name', choices=BENCHES, metavar='NAME', help='mismatch')
+  parser.add_argument(
+    'name', choices=BENCHES, metavar='NAME', help=', '.join(BENCHES)
+  )
   parser.add_argument(
     '--json', type=Path, metavar='FILE', help='write the result there too'
   )
@@ -167,7 +181,7 @@ def _add_view(commands: argparse._SubParsersAction) -> None:
   parser = _command(
     commands, 'view', _view, "build a run's report and open it in a browser"
   )
-  parser.add_argument('workdir', type=Path, metavar='WORKDIR')
+  parser.add_argument('workdir', type=Path, metavar='WORKDIR', help='of a run')
   parser.add_argument(
     '--no-open', action='store_true', help='only print its path'
   )

@@ -70,9 +70,9 @@ class MidtrainConfig:
   router_bias_rate: float = 1e-2  # step of the selection bias towards balance
   demonstrations: int = 12_000  # sessions rendered at most
   solutions: int = 3_000  # functions without a bug, as plain documents
-  demo_right_edit: float = 0.25  # how often the scripted agent edits right
+  demo_right_edit: float = 0.3  # how often the scripted agent edits right
   demo_test: float = 0.5  # how often it tests after an edit
-  demo_give_up: float = 0.35  # chance a turn that it submits early
+  demo_give_up: float = 0.3  # chance a turn that it submits early
   source_bytes: int = 2_000_000  # of standard library read at most
 
 
@@ -90,7 +90,7 @@ class SessionConfig:
 
   max_turns: int = 8
   max_act_tokens: int = 8  # sampled tokens a turn
-  context_tokens: int = 128  # summarise before a turn would pass this
+  context_tokens: int = 120  # summarise before a turn would pass this
   summary_tokens: int = 16  # sampled tokens of a summary
   max_summaries: int = 1
   temperature: float = 1.0

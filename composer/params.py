@@ -117,7 +117,7 @@ def trained_mask(spec: Any) -> Any:
 
 
 def to_published(spec: Any, params: Any) -> Any:
-  """Casts master parameters to the form that is published (design section 8)."""
+  """Casts master parameters to the form that is published ."""
   return jax.tree.map(
     lambda s, p: p.astype(s.published), spec, params, is_leaf=is_spec
   )

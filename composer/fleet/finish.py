@@ -203,7 +203,7 @@ class Board:
       self.workdir,
       {
         'rows': self.rows,
-        'notes': notes(problem),
+        'notes': notes(problem, _changed_share(self.workdir)),
         'mismatch': self.mismatch,
         'cost': self.cost,
       },
@@ -225,14 +225,21 @@ def _by_id(tasks: repair.TaskSet) -> dict[str, records.Task]:
   return {task.id: task for part in parts for task in part}
 
 
-def notes(problem: str | None) -> list[str]:
+def _changed_share(workdir: pathlib.Path) -> float:
+  """Median share of weights that a version changed; 0 without one."""
+  name = 'weights/changed_share'
+  shares = [line[name] for line in metrics.read(workdir) if name in line]
+  return float(np.median(shares)) if shares else 0.0
+
+
+def notes(problem: str | None, changed: float) -> list[str]:
   return [
     'The books agree: produced = trained + dropped by reason + queued.'
     if problem is None
     else f'The books do not agree: {problem}',
-    'At this learning rate more than half of all bf16 weights move in a step,'
-    ' so deltas are large here; at the rates of large-scale RL about one in a'
-    ' hundred moves.',
+    f'{changed:.0%} of all bf16 weights moved in a step (median), so deltas are'
+    ' large here: the learning rate is high. At the rates of large-scale RL'
+    ' about one in a hundred moves.',
   ]
 
 
@@ -263,6 +270,7 @@ def after(board: Board, trainer, stop: Callable[[], bool]) -> None:
     _after_rl(board, trainer, stop)
   for who in evaluator.SCRIPTED if experiment.eval.baselines else ():
     if not board.has(who):
+      board.progress.log(f'{who}: {experiment.eval.sessions} sessions a set')
       found = evaluator.evaluate_scripted(
         experiment, who, experiment.eval.sessions, stop
       )
@@ -272,6 +280,10 @@ def after(board: Board, trainer, stop: Callable[[], bool]) -> None:
 def _after_rl(board: Board, trainer, stop: Callable[[], bool]) -> None:
   experiment = board.experiment
   params = trainer.published[trainer.version]
+  board.progress.log(
+    f'evaluating version {trainer.version}: {experiment.eval.sessions} sessions'
+    ' a set'
+  )
   with board.lanes.span('eval', 'after'):
     results = evaluator.evaluate_params(
       experiment, params, trainer.version, experiment.eval.sessions, stop
@@ -297,6 +309,7 @@ def _after_rl(board: Board, trainer, stop: Callable[[], bool]) -> None:
     for t in r.trajectories
   ]
   if contexts:
+    board.progress.log('measuring the mismatch of both numerics modes')
     on_one_device = jax.tree.map(np.asarray, jax.device_get(params))
     found = mismatch.measure(experiment, on_one_device, contexts[:MEASURED])
     board.mismatch.update(mismatch.as_summary(found))

@@ -16,7 +16,7 @@ decides; the others are told which groups to read, and all run the same step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import pathlib
 import time
@@ -330,15 +330,14 @@ def train_step(trainer: Trainer, selection: buffer.Selection) -> Done:
     scalars['staleness/max'] = float(max(a for a, _ in ages))
     scalars['staleness/mean'] = float(np.mean([m for _, m in ages]))
   trainer.ledger = buffer.record(trainer.ledger, selection)
-  for gid in selection.verdicts:
-    trainer.parsed.pop(gid, None)
+  consumed = [trainer.parsed.pop(gid, None) for gid in selection.verdicts]
+  scalars.update(_rewards([group for group in consumed if group]))
   if scalars.get('train/skipped') == 0:
     scalars.update(publish(trainer, trainer.version + 1))
   trainer.done += 1
   if processes.leads():
     write_cursor(trainer)
   scalars['train/seconds'] = time.monotonic() - started
-  scalars.update(_rewards(selection))
   if audited is None:
     return Done(scalars)
   return dataclasses.replace(audited, scalars={**scalars, **audited.scalars})
@@ -424,17 +423,18 @@ def extras(
   return tuple(out)
 
 
-def _rewards(selection: buffer.Selection) -> dict[str, float]:
-  trajectories = [t for g in selection.train for t in g.trajectories]
+def _rewards(consumed: Sequence[records.Group]) -> dict[str, float]:
+  """Means over all that was consumed; over what was trained they would lean
+  towards one half, since groups that agree are left out of it."""
+  trajectories = [t for g in consumed for t in g.trajectories]
   if not trajectories:
     return {}
-  names = trajectories[0].reward_parts
-  return {
-    f'reward/{name}': float(
-      np.mean([t.reward_parts[name] for t in trajectories])
-    )
-    for name in names
+  values = {
+    f'reward/{name}': [t.reward_parts[name] for t in trajectories]
+    for name in trajectories[0].reward_parts
   }
+  values['reward/mean'] = [t.reward for t in trajectories]
+  return {name: float(np.mean(each)) for name, each in values.items()}
 
 
 def counters(trainer: Trainer) -> dict[str, float]:

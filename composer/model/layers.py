@@ -4,7 +4,7 @@ Everything here but the attention over keys is row-wise: row r of the result
 depends on row r of the argument alone. `map_rows` uses that. In `bitwise` it
 cuts the rows into blocks of one fixed number and loops over them, so that XLA
 compiles one body for one shape, and a row has the same bits whatever stands
-beside it (design section 7). In `fast` the rows go through at once.
+beside it. In `fast` the rows go through at once.
 """
 
 from __future__ import annotations

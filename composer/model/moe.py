@@ -4,7 +4,7 @@ The router is DeepSeek-V3's: s = sigmoid(x W); the experts are the top k of
 s + b, where the bias b only selects; the gates are the chosen experts' own
 scores, normalised. With replay the experts are given (those that inference
 recorded) and the gates are still computed here from the full scores, so that
-the router's gradient flows to replayed experts too (design section 6).
+the router's gradient flows to replayed experts too.
 """
 
 from __future__ import annotations

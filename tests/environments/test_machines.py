@@ -616,3 +616,27 @@ class TestPool:
     monkeypatch.setattr(sys, 'platform', 'darwin')
     with pytest.raises(MissingFacility, match='darwin'):
       machines.probe(CONFIG)
+
+
+@needs_namespaces
+def test_the_limit_on_processes_is_each_machines_own():
+  """Many machines at once, more processes in all than one of them may have."""
+  config = config_of('namespace', processes=4, concurrent=24)
+
+  async def run():
+    pool = Pool(config)
+    try:
+      held = [await pool.acquire({}) for _ in range(24)]
+      results = await asyncio.gather(
+        *(m.run(['python', '-c', 'print(6 * 7)']) for m in held)
+      )
+      for machine in held:
+        await pool.release(machine)
+      return results
+    finally:
+      await pool.close()
+
+  results = asyncio.run(run())
+  assert [r.stdout for r in results] == ['42\n'] * 24, {
+    r.stderr for r in results
+  }

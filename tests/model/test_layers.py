@@ -118,3 +118,26 @@ def test_map_rows_refuses_what_it_cannot_fix(rows):
   with pytest.raises(ValueError, match=f'row_block=8.*got {rows}'):
     layers.map_rows(lambda x: x, BITWISE, jnp.zeros((rows, 2)))
   layers.map_rows(lambda x: x, FAST, jnp.zeros((rows, 2)))
+
+
+@pytest.mark.parametrize('rows', (16, 64, 70))
+def test_blocks_in_cache_change_no_value_and_no_gradient(rows):
+  """Whether the rows are cut (16 is one trip, 70 no multiple) or not."""
+  weights, x = normal(0, 6, 5), normal(1, rows, 6)
+
+  def total(map_over, weights, x):
+    out = map_over(lambda part: jnp.tanh(part @ weights), x)
+    return jnp.sum(out * jnp.arange(rows)[:, None]), out
+
+  def run(map_over):
+    return jax.jit(
+      jax.value_and_grad(
+        lambda *args: total(map_over, *args), argnums=(0, 1), has_aux=True
+      )
+    )(weights, x)
+
+  (_, out), grads = run(lambda fn, x: layers.in_cache(fn, 16, x))
+  (_, want), wanted = run(lambda fn, x: fn(x))
+  np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+  for a, b in zip(grads, wanted, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)

@@ -285,7 +285,6 @@ def become_machine(config: dict) -> str:
   options += f',uid={owner},gid={owner}'
   mount('tmpfs', MACHINE, 'tmpfs', MS_NOSUID | MS_NODEV, options)
   _libc.sethostname(b'machine', 7)
-  limit(config, count_processes=True)
   if _state['root']:
     _become_nobody()
   os.umask(0o022)
@@ -296,6 +295,9 @@ def become_machine(config: dict) -> str:
   write('/proc/self/gid_map', f'0 {inner} 1')
   # Else a program could be root of a namespace made by itself, and mount.
   write('/proc/sys/user/max_user_namespaces', '0')
+  # Only now: a limit on processes that is in force when a user namespace is made
+  # binds all machines of the outer user together, not each of them.
+  limit(config, count_processes=True)
   _drop_privileges()
   return _workspace(MACHINE)
 
