@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from types import FrameType
+import warnings
 
 ROLES = ('all', 'trainer', 'rollout', 'eval')
 BENCHES = ('machines', 'mismatch')
@@ -29,6 +30,7 @@ TRACEBACK = 'COMPOSER_TRACEBACK'  # set: errors come with their traceback
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs one command; returns the exit code."""
   arguments = _parser().parse_args(argv)
+  warnings.formatwarning = lambda message, *_, **__: f'composer: {message}\n'
   try:
     return int(arguments.handler(arguments) or 0)
   except ValueError as error:

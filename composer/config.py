@@ -138,7 +138,7 @@ class RewardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RLConfig:
-  steps: int = 140
+  steps: int = 110
   groups_per_step: int = 8
   group_size: int = 16  # G
   staleness: int = 2  # S, versions
