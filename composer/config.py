@@ -138,7 +138,7 @@ class RewardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RLConfig:
-  steps: int = 110
+  steps: int = 130
   groups_per_step: int = 8
   group_size: int = 16  # G
   staleness: int = 2  # S, versions
@@ -162,7 +162,7 @@ class RLConfig:
 class EvalConfig:
   sessions: int = 512  # before and after, per set
   during_sessions: int = 128
-  every: int = 35  # steps; 0 never
+  every: int = 45  # steps; 0 never
   baselines: bool = True
   temperature: float = 1.0
 
