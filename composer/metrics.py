@@ -241,6 +241,12 @@ class Lanes:
     """Context manager: `with lanes.span('trainer', 'step'): ...`."""
     return _Span(self, lane, name)
 
+  def finished(self, lane: str, seconds: float, name: str = '') -> None:
+    """Notes a span of so many seconds that ends now; `busy` ignores it."""
+    with self._lock:
+      now = time.perf_counter()
+      self._buffer.append((lane, now - seconds, now, name))
+
   def busy(self) -> dict[str, float]:
     """Share of the time since the last call that each lane was busy."""
     with self._lock:

@@ -236,7 +236,7 @@ def test_defaults_are_valid():
     (['midtrain.sequence_length=8'], r'numerics\.kv_block=16; use 16'),
     (['engine.max_context=200'], 'use 208'),
     (['session.context_tokens=176'], r'engine\.max_context=192 does not hold'),
-    (['engine.max_context=144'], r'does not hold session\.context_tokens=144'),
+    (['engine.max_context=112'], r'does not hold session\.context_tokens=120'),
     (['rl.sequence_length=176'], r'shorter than engine\.max_context=192'),
     (['engine.pages=1535'], 'use 1536 or more'),
     (

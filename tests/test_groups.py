@@ -603,7 +603,7 @@ def test_against_a_naive_model(steps):
 
 
 _RACER = """
-  import json, sys, time
+  import json, random, sys, time
   import tensorstore as ts
   from composer import groups, leases
   from composer.records import Group, group_id
@@ -622,7 +622,7 @@ _RACER = """
     if handle is None:
       continue
     taken += handle.taken_over
-    time.sleep(0.003)
+    time.sleep(0.02 * random.random())
     group = Group(handle.group_id, 'task', handle.draw, (), 'local', who,
                   len(won) + 1)
     try:

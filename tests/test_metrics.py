@@ -352,3 +352,12 @@ def test_what_does_not_fit_is_named(tmp_path):
   with pytest.raises(ValueError, match="name='../a'"):
     save(tmp_path, [trajectory], None, '../a')
   assert list(metrics.read_trajectories(tmp_path)) == []
+
+
+def test_a_span_may_be_noted_when_it_has_ended(tmp_path):
+  lanes = metrics.Lanes(tmp_path)
+  lanes.finished('rollout', 2.5, 'group')
+  lanes.flush()
+  (span,) = metrics.read_lanes(tmp_path)
+  assert (span['lane'], span['name']) == ('rollout', 'group')
+  assert span['end'] - span['start'] == pytest.approx(2.5, abs=1e-3)

@@ -88,6 +88,8 @@ class Board:
     """A finished group: the first reward shows as soon as there is one."""
     rewards = [t.reward for t in group.trajectories]
     if rewards:
+      longest = max(t.timings['total'] for t in group.trajectories)
+      self.lanes.finished('rollout', longest, group.task_id)
       self.progress.update(RL, self.done, reward=float(np.mean(rewards)))
 
   def version_active(self, version: int, pause: float) -> None:

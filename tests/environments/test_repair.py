@@ -84,7 +84,7 @@ def test_cases_say_what_the_description_says(task):
 
 
 def test_the_set_is_large_and_every_task_is_a_task():
-  assert 60 <= len(BY_FUNCTION) <= 90
+  assert 40 <= len(BY_FUNCTION) <= 60
   assert len({task.id for task in ALL}) == len(ALL) > 800
   bugs = collections.Counter(task.metadata['function_id'] for task in ALL)
   assert 10 <= min(bugs.values()) and max(bugs.values()) <= 18
@@ -161,7 +161,7 @@ def test_visible_tests_speak_for_hidden_ones():
       seen = repair.run_cases(text, visible) == (6, 6)
       differ += seen != (repair.run_cases(text, hidden) == (16, 16))
       total += 1
-  assert total > 4000 and differ / total < 0.005
+  assert total > 3000 and differ / total < 0.005
 
 
 def test_the_seed_decides_everything():
@@ -211,7 +211,7 @@ def test_validate_refuses_what_is_no_task():
 
 
 CODE = 'def f(a, k):\n  t = 0\n  for x in a:\n    if x % 2 == 0:\n'
-CODE += '      y = 9 - x\n      t = max(t, y)\n  return t\n'
+CODE += '      y = 9 - x\n      t += y\n  return t\n'
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ CODE += '      y = 9 - x\n      t = max(t, y)\n  return t\n'
     (4, '>=', '% 2 == 0', '% 2 >= 0'),
     ('4', '!=', '% 2 == 0', '% 2 != 0'),
     ('L5', '//', '9 - x', '9 // x'),
-    ('L6', 'min', 'max(', 'min('),
-    ('L6', 'divmod', 'max(', 'divmod('),
+    ('L6', '*=', 't += y', 't *= y'),
+    ('L6', '//=', 't += y', 't //= y'),
   ],
 )
 def test_an_edit_replaces_the_one_token_of_a_line(line, token, old, new):
@@ -244,7 +244,7 @@ def test_an_edit_replaces_the_one_token_of_a_line(line, token, old, new):
     ('L2', '<', 'token'),
     ('L2', '6', 'token'),
     ('L4', '=', 'token'),
-    ('L6', 'eval', 'token'),
+    ('L6', '+', 'token'),
     ('L5', '', 'token'),
   ],
 )

@@ -36,6 +36,7 @@ EXPERIMENT = Experiment(
   midtrain=MidtrainConfig(
     demo_right_edit=0.15, demo_test=0.5, demo_give_up=0.2
   ),
+  session=SessionConfig(context_tokens=144),  # never summarised
 )
 # So tight that most sessions are summarised, some twice.
 TIGHT = dataclasses.replace(
