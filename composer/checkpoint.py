@@ -550,9 +550,10 @@ def _path_of(directory: str, step: int | None) -> str:
   if not found:
     have = sorted({entry[0] for entry in _committed(directory)})
     which = 'a checkpoint' if step is None else f'a checkpoint of step {step}'
+    there = f'those of steps {have}' if have else 'none at all'
     raise ValueError(
-      f'{directory} does not hold {which}; it has those of steps {have}. Give'
-      ' the directory that a run saved to'
+      f'{directory} does not hold {which}; it has {there}. Give the directory'
+      ' that a run saved to'
     )
   return found[-1][2]
 

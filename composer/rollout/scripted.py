@@ -41,7 +41,7 @@ from composer.rollout.session import sample_seed
 Pairs = tuple[tuple[int, str], ...]  # (line, token) of edits
 Agent = Callable[['View', random.Random], str]  # -> the text of an act
 
-NEAR_MISS = 0.35  # of wrong edits are at least on the line with the bug
+NEAR_MISS = 0.7  # of wrong edits are at least on the line with the bug
 LONGEST_ACT = 4  # tokens: ' edit' ' L4' ' >' <end>
 
 
