@@ -22,36 +22,76 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
+class YarnConfig:
+  """Rotary positions stretched beyond the trained context (Peng et al., 2023).
+
+  `factor` 1 is plain RoPE. m(s) = 0.1 s ln(factor) + 1: cos and sin are scaled
+  by m(mscale) / m(mscale_all_dim), and, in MLA, the softmax scale by
+  m(mscale_all_dim)^2.
+  """
+
+  factor: float = 1.0
+  original_context: int = 4096  # tokens that the base model was trained on
+  beta_fast: float = 32.0  # rotations within it above which nothing changes
+  beta_slow: float = 1.0  # and below which a frequency is divided by `factor`
+  mscale: float = 1.0
+  mscale_all_dim: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """Shape of the transformer (axis letters as in `composer/__init__.py`)."""
+  """Shape of the transformer (axis letters as in `composer/__init__.py`).
+
+  Attention is grouped-query, or multi-head latent (MLA) where `kv_lora` is not
+  0; MLA reads `q_lora`, `nope_dim`, `rope_dim` and `value_dim` and not
+  `kv_heads` and `head_dim`.
+  """
 
   vocab_size: int = 768  # V
   layers: int = 3
   dense_layers: int = 0  # leading layers with a dense feed-forward
   width: int = 128  # D
   heads: int = 4  # H
-  kv_heads: int = 1
+  kv_heads: int = 1  # G
   head_dim: int = 32
+  qk_norm: bool = False  # RMSNorm of each query and key head (Qwen3)
+  q_lora: int = 0  # rank of the queries' down-projection; 0: none
+  kv_lora: int = 0  # rank of the latent that keys and values share; 0: no MLA
+  nope_dim: int = 0  # part of a query or key head without positions
+  rope_dim: int = 0  # part with rotary positions; the key's is shared by heads
+  value_dim: int = 0
   dense_hidden: int = 256  # F of a dense layer
   experts: int = 8  # E
   experts_per_token: int = 2  # K
   expert_hidden: int = 64  # F of an expert
   shared_experts: int = 1
+  router: str = 'sigmoid'  # with a selection bias (DeepSeek-V3); or 'softmax'
+  router_groups: int = 1  # experts are chosen from the best groups of these
+  router_top_groups: int = 1  # groups that a token may choose from
   router_scale: float = 1.0  # routed scaling factor
   normalise_gates: bool = True
   rope_theta: float = 10_000.0
+  yarn: YarnConfig = YarnConfig()
   norm_eps: float = 1e-5
   tie_embeddings: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class NumericsConfig:
-  """How both sides compute (`mode`: 'bitwise' or 'fast')."""
+  """How both sides compute.
 
-  mode: str = 'bitwise'
+  `mla` names the form of multi-head latent attention: 'expanded' makes keys and
+  values of every head from the latent; 'absorbed' moves those products to the
+  query and the output, and attends over the latent itself; 'split' trains
+  expanded and decodes absorbed (not in `bitwise`: the two differ in last bits).
+  """
+
+  mode: str = 'bitwise'  # or 'fast'
   row_block: int = 64  # rows mapped at once in `bitwise`
   kv_block: int = 16  # tokens a KV block; segments start at its multiples
   moe: str = 'dense'  # or 'sorted': dropless dispatch by ragged products
+  mla: str = 'absorbed'  # or 'expanded', 'split'
+  compute: str = 'float32'  # or 'bfloat16': of activations and products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,7 +445,11 @@ def _check_type(path: str, kind: type, value: Any) -> Any:
 # --- Validation --------------------------------------------------------------
 
 CHOICES: dict[str, tuple[str, ...]] = {
+  'model.router': ('sigmoid', 'softmax'),
   'numerics.mode': ('bitwise', 'fast'),
+  'numerics.moe': ('dense', 'sorted'),
+  'numerics.mla': ('absorbed', 'expanded', 'split'),
+  'numerics.compute': ('float32', 'bfloat16'),
   'tasks.kind': ('repair',),
   'machine.driver': ('namespace', 'process'),
   'rl.loss': ('clip', 'none', 'tis', 'icepop', 'cispo', 'gspo', 'decoupled'),
@@ -418,7 +462,13 @@ MAY_BE_ZERO = frozenset(
   {
     'seed',
     'model.dense_layers',
+    'model.q_lora',
+    'model.kv_lora',
+    'model.nope_dim',
+    'model.rope_dim',
+    'model.value_dim',
     'model.shared_experts',
+    'model.yarn.mscale_all_dim',
     'midtrain.steps',
     'midtrain.warmup_steps',
     'midtrain.weight_decay',
