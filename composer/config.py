@@ -20,6 +20,9 @@ import re
 import typing
 from typing import Any
 
+from composer import checks
+from composer.checks import require as _require
+
 
 @dataclasses.dataclass(frozen=True)
 class YarnConfig:
@@ -71,6 +74,7 @@ class ModelConfig:
   router_scale: float = 1.0  # routed scaling factor
   normalise_gates: bool = True
   rope_theta: float = 10_000.0
+  rope_float32: bool = False  # angles rounded as published models were trained
   yarn: YarnConfig = YarnConfig()
   norm_eps: float = 1e-5
   tie_embeddings: bool = False
@@ -229,10 +233,29 @@ class FleetConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+  """How the devices of a trainer, or of an engine, share the work.
+
+  Which devices there are is no part of an experiment: the sizes divide what
+  the process finds, or what `composer plan --topology` names. More than `data`
+  needs `numerics.mode=fast`.
+  """
+
+  data: int = 0  # rows and FSDP; 0: what is left
+  expert: int = 1  # experts of a layer, and rows
+  context: int = 1  # the sequence, in 2 x context chunks
+  rules: str = 'train'  # or 'folded': experts over expert x context
+  chunk: int = 0  # tokens a device sends to experts at once; 0: all
+  slack: float = 2.0  # buffers of that exchange, over the mean load
+  rollout_expert: int = 1  # experts of a layer, in the engine
+
+
+@dataclasses.dataclass(frozen=True)
 class Experiment:
   name: str
   seed: int = 0
   tokenizer: str = ''  # path of tokenizer.json; '' is the built-in one
+  init_from: str = ''  # a model to start from, as `composer convert` reads it
   model: ModelConfig = ModelConfig()
   numerics: NumericsConfig = NumericsConfig()
   midtrain: MidtrainConfig = MidtrainConfig()
@@ -246,6 +269,7 @@ class Experiment:
   weights: WeightsConfig = WeightsConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
   fleet: FleetConfig = FleetConfig()
+  parallel: ParallelConfig = ParallelConfig()
 
 
 # --- Reading -----------------------------------------------------------------
@@ -404,6 +428,27 @@ def from_json(text: str) -> Experiment:
   return _from_values(Experiment, values, '')
 
 
+def model_from_values(values: Any) -> ModelConfig:
+  """A model from the fields that a file holds; absent ones take defaults.
+
+  So a model that is stored stays readable when the class gets a new field,
+  whose default is what was computed before.
+
+  Raises:
+    ValueError: no object, a field that is unknown or of another type, or a
+      model that cannot be.
+  """
+  known = dataclasses.asdict(ModelConfig())
+  if isinstance(values, dict):
+    yarn = values.get('yarn', {})
+    if isinstance(yarn, dict):
+      yarn = {**known['yarn'], **yarn}
+    values = {**known, **values, 'yarn': yarn}
+  model = _from_values(ModelConfig, values, 'model.')
+  checks.check_model(model)
+  return model
+
+
 def _from_values(cls: type, values: Any, prefix: str) -> Any:
   kinds = typing.get_type_hints(cls)
   if not isinstance(values, dict):
@@ -455,6 +500,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
   'rl.loss': ('clip', 'none', 'tis', 'icepop', 'cispo', 'gspo', 'decoupled'),
   'rl.lineage': ('drop', 'keep'),
   'weights.form': ('bf16',),
+  'parallel.rules': ('train', 'folded'),
 }
 
 # Numbers that may be 0; all others that are not shares must be above 0.
@@ -490,6 +536,8 @@ MAY_BE_ZERO = frozenset(
     'rl.audit_every',
     'eval.during_sessions',
     'eval.every',
+    'parallel.data',
+    'parallel.chunk',
   }
 )
 
@@ -523,16 +571,13 @@ def validate(experiment: Experiment) -> Experiment:
     elif kind in (int, float):
       _check_range(path, value)
   _check_names(experiment)
-  _check_model(experiment.model)
+  checks.check_model(experiment.model)
+  checks.check_numerics(experiment.numerics)
+  checks.check_parallel(experiment)
   _check_rl(experiment)
   _check_lengths(experiment)
   _check_rows(experiment)
   return experiment
-
-
-def _require(holds: bool, what: str, remedy: str) -> None:
-  if not holds:
-    raise ValueError(f'{what}; {remedy}')
 
 
 def _check_choice(path: str, value: str) -> None:
@@ -570,32 +615,6 @@ def _check_names(experiment: Experiment) -> None:
     f'weights.exchange={exchange!r} is of an unknown scheme',
     f'use one of {", ".join(schemes)}, or leave it empty for'
     ' file://<workdir>/exchange',
-  )
-
-
-def _check_model(model: ModelConfig) -> None:
-  _require(
-    model.heads % model.kv_heads == 0,
-    f'model.heads={model.heads} is not divisible by'
-    f' model.kv_heads={model.kv_heads}',
-    'set kv_heads to a divisor of heads',
-  )
-  _require(
-    model.head_dim % 2 == 0,
-    f'model.head_dim={model.head_dim} is odd',
-    'rotary positions turn pairs, use an even number',
-  )
-  _require(
-    model.dense_layers <= model.layers,
-    f'model.dense_layers={model.dense_layers} exceeds'
-    f' model.layers={model.layers}',
-    'dense layers are the first of all layers',
-  )
-  _require(
-    model.experts_per_token <= model.experts,
-    f'model.experts_per_token={model.experts_per_token} exceeds'
-    f' model.experts={model.experts}',
-    'a token cannot use an expert twice',
   )
 
 

@@ -137,6 +137,11 @@ def as_computed(spec: Any, params: Any) -> Any:
   return jax.tree.map(round_through, spec, params, is_leaf=is_spec)
 
 
+def published(spec: ParamSpec, value: jax.Array) -> jax.Array:
+  """One parameter in its published form; see `as_computed` for the rounding."""
+  return _round(value, spec.published).astype(spec.published)
+
+
 def _round(p: jax.Array, dtype: Any) -> jax.Array:
   if jnp.dtype(dtype) == jnp.float32:
     return p

@@ -1,5 +1,7 @@
 """Before jax is imported: CPU, eight fake devices, strict promotion.
 
+COMPOSER_TEST_PLATFORM=cuda runs on a GPU instead, for `pytest -m gpu`.
+
 jax reads these from the environment when it is first imported, and so do the
 processes that tests start.
 """
@@ -9,7 +11,7 @@ import sys
 
 assert 'jax' not in sys.modules, 'a pytest plugin imported jax too early'
 
-os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['JAX_PLATFORMS'] = os.environ.get('COMPOSER_TEST_PLATFORM', 'cpu')
 os.environ['JAX_NUMPY_RANK_PROMOTION'] = 'raise'
 _DEVICES = '--xla_force_host_platform_device_count'
 if _DEVICES not in os.environ.get('XLA_FLAGS', ''):

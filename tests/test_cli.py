@@ -76,9 +76,9 @@ def test_help_is_quick_and_shows_what_exists():
     result = python('-m', 'composer', '--help')
     seconds.append(time.perf_counter() - start)
   assert result.returncode == 0 and min(seconds) < 1.0
-  for name in ('run', 'eval', 'weights', 'bench', 'view'):
+  for name in ('run', 'eval', 'convert', 'weights', 'bench', 'view'):
     assert f'\n    {name} ' in result.stdout
-  for name in ('serve', 'score', 'convert', 'tasks', 'plan'):
+  for name in ('serve', 'score', 'tasks', 'plan'):
     assert f'\n    {name}' not in result.stdout
 
 
@@ -362,3 +362,64 @@ def test_default_platform(monkeypatch, libtpu, before, after):
   monkeypatch.setattr(Path, 'exists', lambda self: False)
   cli.default_platform()
   assert os.environ.get('JAX_PLATFORMS') == after
+
+
+# --- convert ------------------------------------------------------------------
+
+
+@pytest.fixture
+def model_directory(tmp_path):
+  import jax
+
+  from composer import config
+  from composer import params
+  from composer.model import checkpoints
+  from composer.model import transformer
+
+  model = config.ModelConfig(layers=2, width=32, vocab_size=50)
+  spec = transformer.spec(model)
+  values = params.init(spec, jax.random.key(0))
+  checkpoints.save(tmp_path / 'model', model, values)
+  return tmp_path / 'model'
+
+
+def test_convert_says_what_it_made(model_directory, tmp_path, capsys):
+  there = tmp_path / 'hf'
+  assert cli.main(['convert', str(model_directory), str(there)]) == 0
+  line = capsys.readouterr().out
+  assert line.startswith(f'{there}: ') and "Hugging Face's layout" in line
+  back = tmp_path / 'back'
+  arguments = ['convert', str(there), str(back), '--dtype', 'bfloat16']
+  assert cli.main(arguments) == 0
+  assert 'our layout' in capsys.readouterr().out
+  assert (back / 'model.json').is_file()
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'words'),
+  [
+    (['absent', 'x'], "'absent' is no model"),
+    (['{model}', '{model}'], 'exists already'),
+    (['{model}', 'x', '--shard-gb', '0'], '--shard-gb=0.0'),
+  ],
+)
+def test_convert_refuses_in_one_line(
+  model_directory, tmp_path, capsys, monkeypatch, arguments, words
+):
+  monkeypatch.chdir(tmp_path)
+  arguments = [x.format(model=model_directory) for x in arguments]
+  assert cli.main(['convert', *arguments]) == 2
+  error = capsys.readouterr().err
+  assert words in error and len(error.splitlines()) == 1
+  assert [p.name for p in tmp_path.iterdir()] == ['model']
+
+
+def test_convert_names_what_it_skips(model_directory, tmp_path, capsys):
+  import json
+
+  path = model_directory / 'model.json'
+  document = json.loads(path.read_text())
+  document['skipped'] = ['vision_tower.* (3 tensors)']
+  path.write_text(json.dumps(document))
+  cli.main(['convert', str(model_directory), str(tmp_path / 'hf')])
+  assert 'skipped: vision_tower.* (3 tensors)' in capsys.readouterr().out

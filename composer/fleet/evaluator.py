@@ -31,6 +31,7 @@ from composer import records
 from composer.environments import machines
 from composer.environments.tasks import repair
 from composer.fleet import rollout
+from composer.fleet import start
 from composer.fleet import stopping
 from composer.fleet import workdir as workdir_lib
 from composer.inference import engine as engine_lib
@@ -300,7 +301,7 @@ def run(experiment: config_lib.Experiment, *, checkpoint: pathlib.Path) -> int:
   Raises:
     ValueError: no checkpoint there, or one of another model.
   """
-  experiment = config_lib.validate(experiment)
+  experiment = start.resolve(config_lib.validate(experiment))
   machines.probe(experiment.machine)
   spec = transformer.spec(experiment.model)
   identity = checkpoint_lib.identity(

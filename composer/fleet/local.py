@@ -27,13 +27,13 @@ from composer import data
 from composer import mesh as mesh_lib
 from composer import metrics
 from composer import midtrain
-from composer import params as params_lib
 from composer.environments import machines
 from composer.environments.tasks import repair
 from composer.fleet import evaluator
 from composer.fleet import finish
 from composer.fleet import processes
 from composer.fleet import rollout as rollout_lib
+from composer.fleet import start
 from composer.fleet import stopping
 from composer.fleet import trainer as trainer_lib
 from composer.fleet import workdir as workdir_lib
@@ -61,7 +61,7 @@ def run(
   """
   if role not in ROLES:
     raise ValueError(f'unknown role {role!r}; known: {", ".join(ROLES)}')
-  experiment = config_lib.validate(experiment)
+  experiment = start.resolve(config_lib.validate(experiment))
   workdir = pathlib.Path(workdir)
   processes.join(experiment, role)
   if role != 'trainer':
@@ -164,11 +164,11 @@ def _midtrain(board, mesh, identity, resume, stop):
   experiment, config = board.experiment, board.experiment.midtrain
   tokenizer = tokenizer_lib.load(experiment.tokenizer)
   spec = transformer.spec(experiment.model)
-  params = params_lib.init(spec, jax.random.key(experiment.seed))
+  by_name = mesh_lib.shardings(spec, mesh_lib.TRAIN_RULES, mesh)
+  params = start.params(experiment, by_name)
   state = midtrain.init_state(
     params, config, jax.random.key(experiment.seed + 1)
   )
-  by_name = mesh_lib.shardings(spec, mesh_lib.TRAIN_RULES, mesh)
   state = processes.place(
     state, mesh_lib.like_params(state, spec, by_name, mesh)
   )

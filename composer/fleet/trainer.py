@@ -356,6 +356,7 @@ def _optimize(
     transformer.moe_layers(config.model),
     config.model.experts_per_token,
     config.rl.loss_tokens,
+    config.model.experts,
   )
   started = time.monotonic()
   grads, sums = trainer_lib.accumulate(

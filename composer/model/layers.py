@@ -10,6 +10,7 @@ beside it. In `fast` the rows go through at once.
 from __future__ import annotations
 
 from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ from composer import params as params_lib
 Array = jax.Array
 CACHE_ROWS = 256  # rows of a block that `fast` computes at once on a CPU
 ParamSpec = params_lib.ParamSpec
+
+DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16}
 
 
 def map_rows(
@@ -52,48 +55,146 @@ def map_rows(
 
 
 def in_cache(fn: Callable[..., Any], block: int, *arrays: Array) -> Any:
-  """fn over blocks of the leading axis whose intermediates fit a CPU's cache.
-
-  The backward pass computes a block's intermediates again instead of reading
-  them from memory, and adds the parameters' gradients up block by block.
-  """
+  """fn over blocks of the leading axis whose intermediates fit a CPU's cache."""
   rows = arrays[0].shape[0]
   if jax.default_backend() != 'cpu' or rows % block or rows < 2 * block:
     return fn(*arrays)
-  blocks = jax.tree.map(
-    lambda a: a.reshape(rows // block, block, *a.shape[1:]), arrays
+  return in_blocks(fn, block, *arrays)
+
+
+def in_blocks(fn: Callable[..., Any], block: int, *arrays: Array) -> Any:
+  """fn over blocks of `block` rows, one after the other; [N, ...] -> [N, ...].
+
+  The backward pass computes a block's intermediates again instead of reading
+  them from memory, and adds the parameters' gradients up block by block. The
+  last row fills the last block: zeros could be no valid row (a temperature).
+  """
+  rows = arrays[0].shape[0]
+  blocks = -(-rows // block)
+
+  def cut(a):
+    rest = blocks * block - rows
+    if rest:
+      a = jnp.pad(a, [(0, rest)] + [(0, 0)] * (a.ndim - 1), mode='edge')
+    return a.reshape(blocks, block, *a.shape[1:])
+
+  out = jax.lax.map(
+    jax.checkpoint(lambda part: fn(*part)), jax.tree.map(cut, arrays)
   )
-  out = jax.lax.map(jax.checkpoint(lambda part: fn(*part)), blocks)
-  return jax.tree.map(lambda a: a.reshape(rows, *a.shape[2:]), out)
+  whole = blocks * block
+  return jax.tree.map(lambda a: a.reshape(whole, *a.shape[2:])[:rows], out)
+
+
+def dtype(numerics: config_lib.NumericsConfig) -> Any:
+  """Of activations and products; sums and the islands stay in float32."""
+  return DTYPES[numerics.compute]
+
+
+def as_compute(numerics: config_lib.NumericsConfig, p: Any) -> Any:
+  """A layer's parameters in the dtype of products; float32 ones as they are.
+
+  Norm scales and the router keep float32. The cast stands inside the loops over
+  rows, so that gradients of a parameter are added up in its own dtype.
+  """
+  if numerics.compute == 'float32':
+    return p
+
+  def cast(path, leaf):
+    name = str(path[-1].key)
+    wide = name.endswith('norm') or name.startswith('router')
+    return leaf if wide else leaf.astype(dtype(numerics))
+
+  return jax.tree_util.tree_map_with_path(cast, p)
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-  """x / sqrt(mean(x^2) + eps) * scale, over the last axis; x [R, D]."""
-  mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-  return x * jax.lax.rsqrt(mean_square + eps) * scale[None, :]
+  """x / sqrt(mean(x^2) + eps) * scale, over the last axis, in float32.
+
+  x [..., D], scale [D]; the result has the dtype of x.
+  """
+  wide = x.astype(jnp.float32)
+  mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+  scale = jnp.expand_dims(scale, tuple(range(x.ndim - 1)))
+  return (wide * jax.lax.rsqrt(mean_square + eps) * scale).astype(x.dtype)
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+  """m = 0.1 mscale ln(factor) + 1 for a factor above 1, else 1."""
+  return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rope_dim(config: config_lib.ModelConfig) -> int:
+  """Numbers of a head that turn with its position."""
+  return config.rope_dim if config.kv_lora else config.head_dim
+
+
+def rope_frequencies(config: config_lib.ModelConfig) -> np.ndarray:
+  """Radians a token of every rotary pair, float64 or float32 [K / 2].
+
+  Plain: theta^(-2i/K). YaRN (Peng et al., 2023, eq. 23) leaves pairs that turn
+  more than `beta_fast` times within the original context, divides those that
+  turn less than `beta_slow` times by the factor, and blends linearly, in i,
+  between the whole indices around the two.
+
+  Published models were trained with frequencies and angles that are rounded to
+  float32 at every operation: at the ten-thousandth token that is half a
+  thousandth of a radian, and shows in their logits. The same operations in the
+  same order are taken for `rope_float32`, and wherever there is YaRN.
+  """
+  dim, yarn = rope_dim(config), config.yarn
+  if yarn.factor == 1 and not config.rope_float32:
+    return config.rope_theta ** (-np.arange(dim // 2) / (dim // 2))
+  one = np.float32(1)
+  exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+  periods = config.rope_theta ** exponents.astype(np.float64)
+  periods = periods.astype(np.float32)  # tokens a radian
+  if yarn.factor == 1:
+    return one / periods
+  kept = one - _yarn_ramp(config)
+  stretched = one / (np.float32(yarn.factor) * periods)
+  return stretched * (one - kept) + one / periods * kept
+
+
+def _yarn_ramp(config: config_lib.ModelConfig) -> np.ndarray:
+  """How far each pair is stretched, 0 to 1, float32 [K / 2]."""
+  dim, yarn = rope_dim(config), config.yarn
+
+  def index(turns: float) -> float:
+    wavelength = yarn.original_context / (turns * 2 * math.pi)
+    return dim * math.log(wavelength) / (2 * math.log(config.rope_theta))
+
+  low = max(math.floor(index(yarn.beta_fast)), 0)
+  high = min(math.ceil(index(yarn.beta_slow)), dim - 1)
+  span = np.float32((high - low) or 1e-3)
+  pairs = np.arange(dim // 2, dtype=np.float32)
+  return np.clip((pairs - np.float32(low)) / span, 0, 1)
 
 
 def rope_table(
   config: config_lib.ModelConfig, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """cos and sin [length, head_dim / 2] of the rotary angles (Su et al., 2021).
+  """cos and sin, float32 [length, K / 2], of the rotary angles (Su et al., 2021).
 
-  Host constants: a position's entry is the same in every program, which a sine
-  computed inside differently fused loops would not promise.
+  Both are scaled by m(mscale) / m(mscale_all_dim) of YaRN. Host constants: a
+  position's entry is the same in every program, which a sine computed inside
+  differently fused loops would not promise.
   """
-  half = config.head_dim // 2
-  inverse = config.rope_theta ** (-np.arange(half) / half)
-  angles = np.arange(length)[:, None] * inverse[None, :]
-  return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+  frequencies, yarn = rope_frequencies(config), config.yarn
+  positions = np.arange(length).astype(frequencies.dtype)
+  angles = (positions[:, None] * frequencies[None, :]).astype(np.float64)
+  scale = yarn_scale(yarn.factor, yarn.mscale)
+  scale /= yarn_scale(yarn.factor, yarn.mscale_all_dim)
+  cos, sin = scale * np.cos(angles), scale * np.sin(angles)
+  return cos.astype(np.float32), sin.astype(np.float32)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-  """Rotates the two halves of x [R, H, K]; cos, sin [R, K / 2]."""
+  """Rotates the two halves of x [R, H, K]; cos, sin float32 [R, K / 2]."""
   first, second = jnp.split(x, 2, axis=-1)
   cos, sin = cos[:, None, :], sin[:, None, :]
   return jnp.concatenate(
     [first * cos - second * sin, second * cos + first * sin], axis=-1
-  )
+  ).astype(x.dtype)
 
 
 def gated(x: Array, gate_up: Array) -> Array:

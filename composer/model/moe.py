@@ -1,10 +1,11 @@
 """Sparse mixture of experts: route, dispatch, experts, combine.
 
 The router is DeepSeek-V3's: s = sigmoid(x W); the experts are the top k of
-s + b, where the bias b only selects; the gates are the chosen experts' own
-scores, normalised. With replay the experts are given (those that inference
-recorded) and the gates are still computed here from the full scores, so that
-the router's gradient flows to replayed experts too.
+s + b, of the best groups where there are groups, and the bias b only selects;
+the gates are the chosen experts' own scores, normalised or not. Or it is
+Qwen3-MoE's: s = softmax(x W) without a bias. With replay the experts are given
+(those that inference recorded) and the gates are still computed here from the
+full scores, so that the router's gradient flows to replayed experts too.
 """
 
 from __future__ import annotations
@@ -16,11 +17,19 @@ import jax
 import jax.numpy as jnp
 
 from composer import config as config_lib
+from composer import mesh as mesh_lib
 from composer import params as params_lib
+from composer.model import exchange
 from composer.model import layers
 
 Array = jax.Array
+ModelConfig = config_lib.ModelConfig
 ParamSpec = params_lib.ParamSpec
+
+SCORES = {
+  'sigmoid': jax.nn.sigmoid,
+  'softmax': lambda logits: jax.nn.softmax(logits, axis=-1),
+}
 
 
 @struct.dataclass
@@ -32,7 +41,7 @@ class Routed:
   native: Array  # int32 [R, K]
 
 
-def spec(config: config_lib.ModelConfig, stack: int) -> Any:
+def spec(config: ModelConfig, stack: int) -> Any:
   """MoE parameters stacked over `stack` layers."""
   d, e, f = config.width, config.experts, config.expert_hidden
   s = config.shared_experts * f
@@ -44,13 +53,6 @@ def spec(config: config_lib.ModelConfig, stack: int) -> Any:
       fan_in=d,
       published=jnp.float32,
     ),
-    'router_bias': ParamSpec(
-      (stack, e),
-      ('layers', 'router'),
-      'zeros',
-      published=jnp.float32,
-      trained=False,
-    ),
     'gate_up': ParamSpec(
       (stack, e, d, 2, f),
       ('layers', 'expert', 'embed', 'pair', 'mlp'),
@@ -60,6 +62,14 @@ def spec(config: config_lib.ModelConfig, stack: int) -> Any:
       (stack, e, f, d), ('layers', 'expert', 'mlp', 'embed'), fan_in=f
     ),
   }
+  if config.router == 'sigmoid':
+    out['router_bias'] = ParamSpec(
+      (stack, e),
+      ('layers', 'router'),
+      'zeros',
+      published=jnp.float32,
+      trained=False,
+    )
   if s:
     out['shared_gate_up'] = ParamSpec(
       (stack, d, 2, s), ('layers', 'embed', 'pair', 'mlp'), fan_in=d
@@ -72,19 +82,21 @@ def spec(config: config_lib.ModelConfig, stack: int) -> Any:
 
 def route(
   logits: Array,
-  bias: Array,
-  config: config_lib.ModelConfig,
+  bias: Array | None,
+  config: ModelConfig,
   replay: Array | None = None,
   plausibility: float = 0.0,
 ) -> Routed:
   """Chooses experts and computes their gates.
 
-  g_k = scale * s_k / sum_j s_j over the chosen experts, s = sigmoid(logits).
+  g_k = scale * s_k / sum_j s_j over the chosen experts, s = sigmoid(logits) or
+  softmax(logits) over all experts (`config.router`).
 
   Args:
     logits: float32 [R, E].
-    bias: float32 [E]; enters the selection only.
-    config: `experts_per_token`, `normalise_gates`, `router_scale`.
+    bias: float32 [E], enters the selection only; None for no bias.
+    config: `router`, `router_groups`, `router_top_groups`, `experts_per_token`,
+      `normalise_gates`, `router_scale`.
     replay: int [R, K] experts to use; a row with any -1 routes natively.
     plausibility: c; a replayed expert with s_e < c * min of the native top-k
       scores gives way to the best native candidate that is not in use.
@@ -93,8 +105,12 @@ def route(
     `Routed`; ties go to the lower expert index.
   """
   k = config.experts_per_token
-  scores = jax.nn.sigmoid(logits.astype(jnp.float32))  # [R, E]
-  selection = scores + jax.lax.stop_gradient(bias)[None, :]
+  scores = SCORES[config.router](logits.astype(jnp.float32))  # [R, E]
+  selection = scores
+  if bias is not None:
+    selection = scores + jax.lax.stop_gradient(bias)[None, :]
+  if config.router_groups > 1:
+    selection = _within_groups(selection, config)
   native = jax.lax.top_k(selection, k)[1].astype(jnp.int32)  # [R, K]
   experts = native
   if replay is not None:
@@ -109,6 +125,22 @@ def route(
       total = total + chosen[:, slot]
     chosen = chosen / (total[:, None] + 1e-20)
   return Routed(experts, chosen * config.router_scale, native)
+
+
+def _within_groups(selection: Array, config: ModelConfig) -> Array:
+  """`selection` [R, E], -inf outside each row's best groups (DeepSeek-V3).
+
+  Experts lie in `router_groups` runs of equal size; a group's score is the sum
+  of its two highest, ties go to the lower group.
+  """
+  rows, e = selection.shape
+  groups, size = config.router_groups, e // config.router_groups
+  best = jax.lax.top_k(selection.reshape(rows, groups, size), 2)[0]
+  group_scores = best[..., 0] + best[..., 1]  # [R, groups]
+  top = jax.lax.top_k(group_scores, config.router_top_groups)[1]
+  own = jnp.arange(e) // size
+  kept = jnp.any(top[:, :, None] == own[None, None, :], axis=1)  # [R, E]
+  return jnp.where(kept, selection, -jnp.inf)
 
 
 def _plausible(
@@ -143,7 +175,7 @@ def experts_dense(p: Any, x: Array, routed: Routed) -> Array:
   one_hot = routed.experts[..., None] == jnp.arange(e)[None, None]  # [R, K, E]
   gates = jnp.sum(jnp.where(one_hot, routed.gates[..., None], 0.0), axis=1)
   weighted = (hidden * gates[..., None]).reshape(rows, e * f)
-  return weighted @ p['down'].reshape(e * f, d)
+  return weighted.astype(x.dtype) @ p['down'].reshape(e * f, d)
 
 
 def experts_sorted(p: Any, x: Array, routed: Routed) -> Array:
@@ -166,7 +198,7 @@ def experts_sorted(p: Any, x: Array, routed: Routed) -> Array:
   total = jnp.zeros((rows, d), jnp.float32)
   for slot in range(k):
     total = total + routed.gates[:, slot, None] * slots[:, slot]
-  return total
+  return total.astype(x.dtype)
 
 
 EXPERTS = {'dense': experts_dense, 'sorted': experts_sorted}
@@ -174,21 +206,30 @@ EXPERTS = {'dense': experts_dense, 'sorted': experts_sorted}
 
 def moe(
   p: Any,
-  config: config_lib.ModelConfig,
+  config: ModelConfig,
   implementation: str,
   x: Array,
   replay: Array | None,
   plausibility: float,
+  layout: mesh_lib.Layout | None = None,
 ) -> tuple[Array, Array, Array]:
-  """Residual MoE of one layer: x [R, D] -> (x', experts, native [R, K])."""
-  if implementation not in EXPERTS:
+  """Residual MoE of one layer: x [R, D] -> (x', experts, native [R, K]).
+
+  With a layout, `p` holds this device's experts only, and rows go to theirs.
+  """
+  if layout is None and implementation not in EXPERTS:
     raise ValueError(
       f'unknown MoE implementation {implementation!r}; known: {sorted(EXPERTS)}'
     )
   h = layers.rms_norm(x, p['norm'], config.norm_eps)
-  logits = h @ p['router']
-  routed = route(logits, p['router_bias'], config, replay, plausibility)
-  out = EXPERTS[implementation](p, h, routed)
+  logits = h.astype(jnp.float32) @ p['router']
+  routed = route(logits, p.get('router_bias'), config, replay, plausibility)
+  if layout is None:
+    out = EXPERTS[implementation](p, h, routed)
+  else:
+    out = exchange.experts_exchanged(
+      layout, p, h, routed.experts, routed.gates
+    )
   if config.shared_experts:
     out = out + layers.gated(h, p['shared_gate_up']) @ p['shared_down']
   return x + out, routed.experts, routed.native

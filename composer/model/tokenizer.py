@@ -29,6 +29,8 @@ from tokenizers import models
 from tokenizers import pre_tokenizers
 from tokenizers import trainers
 
+from composer.model import vocabularies
+
 SPECIALS = (
   '<pad>',
   '<bos>',
@@ -125,22 +127,33 @@ class Tokenizer:
 
 
 @functools.lru_cache(maxsize=4)
-def load(path: str = '') -> Tokenizer:
-  """Reads a tokenizer.json; '' is the built-in one.
+def load(path: str = '') -> Tokenizer | vocabularies.Vocabulary:
+  """Reads a tokenizer; '' is the built-in one.
+
+  Args:
+    path: a file of this module's making, or whatever `vocabularies.load` reads:
+      the tokenizer of a published model, or the directory that holds it.
 
   Raises:
-    ValueError: there is no such file, or it is not a tokenizer of ours.
+    ValueError: there is no such file, or it is not a tokenizer that is read.
   """
   if not path:
     folder = importlib.resources.files('composer.model')
     return Tokenizer(folder.joinpath('tokenizer.json').read_text('utf-8'))
+  file = pathlib.Path(path)
+  if file.is_file() and file.suffix == '.json':
+    text = file.read_text('utf-8', 'replace')
+    if not _is_published(text):
+      return Tokenizer(text)
+  return vocabularies.load(path)
+
+
+def _is_published(text: str) -> bool:
+  """Whether a tokenizer.json has none of the special tokens that only we have."""
   try:
-    return Tokenizer(pathlib.Path(path).read_text('utf-8'))
-  except (FileNotFoundError, IsADirectoryError):
-    raise ValueError(
-      f'tokenizer is {path!r}, which is not a file; leave it empty for the'
-      ' built-in one'
-    ) from None
+    return '<summarize>' not in json.loads(text)['model']['vocab']
+  except (ValueError, KeyError, TypeError, RecursionError):
+    return False
 
 
 def _token_bytes(vocabulary: dict[str, int]) -> tuple[bytes, ...]:

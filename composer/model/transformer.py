@@ -23,15 +23,20 @@ import jax
 import jax.numpy as jnp
 
 from composer import config as config_lib
+from composer import mesh as mesh_lib
 from composer import params as params_lib
 from composer.model import attention
+from composer.model import blockwise
 from composer.model import layers
+from composer.model import mla
 from composer.model import moe
+from composer.model import parallel
 
 Array = jax.Array
 ModelConfig = config_lib.ModelConfig
 NumericsConfig = config_lib.NumericsConfig
 ParamSpec = params_lib.ParamSpec
+LOGITS = 2**27  # elements of [R, V] that `fast` holds at once: half a gigabyte
 CACHE_BATCH = 4  # rows of [B, T] that dense attention takes at once on a CPU
 
 
@@ -39,7 +44,7 @@ CACHE_BATCH = 4  # rows of [B, T] that dense attention takes at once on a CPU
 class Output:
   """What a forward pass over packed segments gives."""
 
-  hidden: Array  # float32 [B, T, D]
+  hidden: Array  # [B, T, D], in `numerics.compute`
   experts: Array  # int16 [B, T, L, K], in use
   native: Array  # int16 [B, T, L, K], what the router alone would have chosen
   load: Array  # float32 [L, E], tokens that each expert got
@@ -77,17 +82,36 @@ def _finish(
   p: Any,
   config: ModelConfig,
   numerics: NumericsConfig,
+  form: str,
   plausibility: float,
   x: Array,
   heads: Array,
   replay: Array,
+  layout: mesh_lib.Layout | None = None,
 ) -> tuple[Array, Array, Array]:
   """Attention's output to the layer's output; rows [R, ...]."""
-  x = attention.combine_heads(p['attention'], x, heads)
+  p = layers.as_compute(numerics, p)
+  x = attention.combine_heads(p['attention'], config, form, x, heads)
   if 'mlp' in p:
     none = jnp.zeros((x.shape[0], 0), jnp.int32)
     return layers.feed_forward(p['mlp'], config, x), none, none
-  return moe.moe(p['moe'], config, numerics.moe, x, replay, plausibility)
+  return moe.moe(
+    p['moe'], config, numerics.moe, x, replay, plausibility, layout
+  )
+
+
+def _project(
+  p: Any,
+  config: ModelConfig,
+  numerics: NumericsConfig,
+  form: str,
+  x: Array,
+  cos: Array,
+  sin: Array,
+) -> tuple[Array, Array, Array | None]:
+  """The layer's input to queries, keys and values; rows [R, ...]."""
+  p = layers.as_compute(numerics, p['attention'])
+  return attention.project(p, config, form, x, cos, sin)
 
 
 def _rope(config: ModelConfig, positions: Array, length: int):
@@ -114,25 +138,31 @@ def _layer(
     (x' [B, T, D], experts int32 [B, T, K], native int32 [B, T, K]).
   """
   b, t, d = x.shape
+  form = mla.form(numerics, training=True)
   cos, sin = _rope(config, positions.reshape(-1), t)
   rows = x.reshape(b * t, d)
-  q, k, v = layers.map_rows(
-    functools.partial(attention.project, p['attention'], config),
+  qkv = layers.map_rows(
+    functools.partial(_project, p, config, numerics, form),
     numerics,
     rows,
     cos,
     sin,
   )
+  scores = _score_arguments(config, form)
   if numerics.mode == 'fast':
-    packed = [a.reshape(b, t, *a.shape[1:]) for a in (q, k, v)]
+    packed = jax.tree.map(lambda a: a.reshape(b, t, *a.shape[1:]), qkv)
     heads = layers.in_cache(
-      attention.dense, CACHE_BATCH, *packed, segment_ids, positions
+      functools.partial(attention.dense, **scores),
+      CACHE_BATCH,
+      *packed,
+      segment_ids,
+      positions,
     )
     heads = heads.reshape(b * t, *heads.shape[2:])
   else:
-    heads = _paged_heads(numerics, q, k, v, positions)
+    heads = _paged_heads(numerics, scores, *qkv, positions)
   x, experts, native = layers.map_rows(
-    functools.partial(_finish, p, config, numerics, plausibility),
+    functools.partial(_finish, p, config, numerics, form, plausibility),
     numerics,
     rows,
     heads,
@@ -145,7 +175,14 @@ def _layer(
   )
 
 
-def _paged_heads(numerics, q, k, v, positions):
+def _score_arguments(config, form):
+  return {
+    'divisor': attention.divisor(config),
+    'width': attention.width(config, form),
+  }
+
+
+def _paged_heads(numerics, scores, q, k, v, positions):
   """Attention over packed rows in the paged form; segments start on pages."""
   b, t = positions.shape
   block = numerics.kv_block
@@ -154,13 +191,17 @@ def _paged_heads(numerics, q, k, v, positions):
       f'a row of {t} tokens is no multiple of numerics.kv_block={block}; choose'
       ' a sequence length that is'
     )
-  pages = [a.reshape(-1, block, *a.shape[1:]) for a in (k, v)]
+  pages = jax.tree.map(lambda a: a.reshape(-1, block, *a.shape[1:]), (k, v))
   flat = positions.reshape(-1)
   first = (jnp.arange(b * t) - flat) // block  # page of the segment's start
   table = first[:, None] + jnp.arange(t // block)[None, :]
   table = jnp.clip(table, 0, b * t // block - 1)
   return layers.map_rows(
-    lambda *rows: attention.paged(*rows, *pages), numerics, q, flat, table
+    lambda *rows: attention.paged(*rows, *pages, **scores),
+    numerics,
+    q,
+    flat,
+    table,
   )
 
 
@@ -171,7 +212,8 @@ def _layer_forward(config, numerics, plausibility, p, x, seg, pos, replay):
 
 def _layer_backward(config, numerics, plausibility, residuals, cotangents):
   p, x, seg, pos, experts = residuals
-  fast = numerics_fast(numerics)
+  # Either form of latent attention has these derivatives; this one is cheaper.
+  fast = dataclasses.replace(numerics_fast(numerics), mla='expanded')
 
   def again(p, x):  # the routes taken are replayed, whatever chose them
     return _layer(config, fast, 0.0, p, x, seg, pos, experts)[0]
@@ -199,23 +241,38 @@ def forward(
   positions: Array,
   experts: Array | None = None,
   plausibility: float = 0.0,
+  layout: mesh_lib.Layout | None = None,
 ) -> Output:
   """Hidden states of packed segments.
 
   Args:
-    params: float32, nested as `spec` (see `params.as_computed`).
+    params: float32, nested as `spec` (see `params.as_computed`); they are cast
+      to `numerics.compute` where they multiply.
     config, numerics: static.
     tokens, segment_ids, positions: int32 [B, T]; segment 0 is padding. In
       `bitwise`, segments start at multiples of `numerics.kv_block`.
     experts: int16 [B, T, L, K] to replay; None or -1 routes natively.
     plausibility: see `moe.route`.
+    layout: static; see `_forward_parallel`.
 
   Returns:
     `Output`; `load` counts real tokens only.
   """
+  if layout is not None:
+    return _forward_parallel(
+      params,
+      config,
+      numerics,
+      tokens,
+      segment_ids,
+      positions,
+      experts,
+      plausibility,
+      layout,
+    )
   b, t = tokens.shape
   sparse, k = moe_layers(config), config.experts_per_token
-  x = params['embed'][tokens]
+  x = params['embed'][tokens].astype(layers.dtype(numerics))
   if experts is None:
     experts = jnp.full((b, t, sparse, k), -1, jnp.int16)
 
@@ -249,6 +306,183 @@ def forward(
   )
 
 
+# --- training on many devices ---------------------------------------------------
+
+
+def _attend_parallel(p, config, form, layout, x, cos, sin, ids):
+  """Heads [R, H, W] of x [B, T / CP, D]; keys come from all of `context`."""
+  b, t, d = x.shape
+  rows = x.reshape(b * t, d)
+
+  def packed(a):
+    return a.reshape(b, t, *a.shape[1:])
+
+  if config.kv_lora:
+    y = layers.rms_norm(rows, p['norm'], config.norm_eps)
+    q = mla.queries(p, config, y, cos, sin)
+    if form == 'absorbed':
+      q = mla.absorb(p, config, q)
+    latents = packed(mla.latents(p, config, y, cos, sin))
+    source = parallel.spread(layout, latents)
+  else:
+    q, k, v = attention.project(p, config, form, rows, cos, sin)
+    source = tuple(parallel.spread(layout, packed(a)) for a in (k, v))
+  heads = blockwise.attend(
+    config, form, layout.size('context'), p, packed(q), source, *ids
+  )
+  return heads.reshape(b * t, *heads.shape[2:])
+
+
+def _layer_parallel(
+  config, numerics, plausibility, layout, specs, ids, shards, x, replay
+):
+  """One layer on one device: gathers its parameters, computes its tokens.
+
+  Args:
+    config, numerics, plausibility, layout: static.
+    specs: declarations of one layer.
+    ids: segment ids and positions, int32 [B, T]; whole rows.
+    shards: the device's part of the layer's parameters.
+    x: [B, T / CP, D]; replay: int [B, T / CP, K].
+
+  Returns:
+    (x', (experts, native int16 [B, T / CP, K], load float32 [E])).
+  """
+  b, t, d = x.shape
+  p = parallel.gather(layout, specs, numerics, shards)
+  form = mla.form(numerics, training=True)
+  own = parallel.own(layout, ids[1]).reshape(-1)
+  cos, sin = _rope(config, own, ids[1].shape[1])
+  heads = _attend_parallel(
+    p['attention'], config, form, layout, x, cos, sin, ids
+  )
+  x, used, native = _finish(
+    p,
+    config,
+    numerics,
+    form,
+    plausibility,
+    x.reshape(b * t, d),
+    heads,
+    replay.reshape(b * t, -1),
+    layout,
+  )
+  real = parallel.own(layout, ids[0]).reshape(-1) > 0
+  hits = used[..., None] == jnp.arange(config.experts)[None, None]  # [R, K, E]
+  load = jnp.sum(hits & real[:, None, None], axis=(0, 1), dtype=jnp.float32)
+  routes = [a.reshape(b, t, -1).astype(jnp.int16) for a in (used, native)]
+  return x.reshape(b, t, d), (*routes, load)
+
+
+def _forward_parallel(
+  params,
+  config,
+  numerics,
+  tokens,
+  segment_ids,
+  positions,
+  experts,
+  plausibility,
+  layout,
+) -> Output:
+  """`forward` on one device of a mesh, inside of `shard_map` over its axes.
+
+  In mode `fast`, whatever `numerics` says. The layers are computed again in the
+  backward pass, from nothing but their input.
+
+  Args:
+    params: the device's parts, by `layout.rules`; masters, not rounded yet.
+    tokens, segment_ids, positions, experts: the device's rows, [B, T, ...],
+      each of which all devices of `context` hold whole.
+
+  Returns:
+    `Output` of the device's own tokens (`parallel.own`), [B, T / CP, ...];
+    `load` is that of all devices.
+  """
+  sparse, k = moe_layers(config), config.experts_per_token
+  specs, ids = spec(config), (segment_ids, positions)
+  if sparse:
+    mesh_lib.check_experts(layout, config.experts)
+  own = parallel.own(layout, tokens)
+  x = parallel.embed(layout, specs['embed'], params['embed'], own)
+  x = x.astype(layers.dtype(numerics))
+  b, t = own.shape
+
+  def run(name, x, replay):
+    layer = functools.partial(
+      _layer_parallel,
+      config,
+      numerics,
+      plausibility,
+      layout,
+      parallel.one_layer(specs[name]),
+      ids,
+    )
+
+    def body(x, inputs):
+      return jax.checkpoint(layer, prevent_cse=False)(inputs[0], x, inputs[1])
+
+    return jax.lax.scan(body, x, (params[name], replay))
+
+  def unknown(count):
+    return jnp.full((count, b, t, k), -1, jnp.int16)
+
+  if config.dense_layers:
+    x, _ = run('dense', x, unknown(config.dense_layers))
+  if not sparse:
+    empty = jnp.zeros((b, t, 0, k), jnp.int16)
+    return Output(x, empty, empty, jnp.zeros((0, config.experts)))
+  if experts is None:
+    replay = unknown(sparse)
+  else:
+    replay = jnp.moveaxis(parallel.own(layout, experts), 2, 0)
+  x, (used, native, load) = run('layers', x, replay)
+  return Output(
+    hidden=x,
+    experts=jnp.moveaxis(used, 0, 2),
+    native=jnp.moveaxis(native, 0, 2),
+    load=parallel.sum_tokens(layout, jax.lax.stop_gradient(load)),
+  )
+
+
+def _token_logprob_parallel(
+  params, config, numerics, layout, hidden, tokens, temperatures
+):
+  """`token_logprob` of whole rows, on every device of `context`, from its own
+  hidden states [B, T / CP, D]: each scores the tokens that follow its own."""
+  b, t, d = hidden.shape
+  specs = spec(config)
+  names = ['final_norm', 'embed' if config.tie_embeddings else 'unembed']
+  p = parallel.gather(
+    layout,
+    {name: specs[name] for name in names},
+    numerics,
+    {name: params[name] for name in names},
+  )
+
+  def following(x):
+    return parallel.own(layout, jnp.roll(x, -1, axis=1)).reshape(-1)
+
+  # In float32, so that the gradients of all blocks are added up in it.
+  unembed = unembedding(p).astype(jnp.float32)
+
+  def rows(*block):
+    both = _logprob_rows(config, p['final_norm'], unembed, *block)
+    return jnp.stack(both, axis=-1)
+
+  most = max(LOGITS // config.vocab_size // 256, 1) * 256
+  both = layers.in_blocks(
+    rows,
+    min(most, b * t),
+    hidden.reshape(b * t, d),
+    following(tokens),
+    following(temperatures),
+  )
+  both = parallel.whole(layout, both.reshape(b, t, 2))
+  both = jnp.roll(both, 1, axis=1)
+  return both[..., 0], both[..., 1]
+
+
 # --- logprobs -----------------------------------------------------------------
 
 
@@ -260,7 +494,8 @@ def unembedding(params: Any) -> Array:
 def logits_rows(config, norm, unembed, x: Array, temperature: Array) -> Array:
   """Logits over the temperature, float32 [R, V], of rows x [R, D]."""
   h = layers.rms_norm(x, norm, config.norm_eps)
-  return (h @ unembed) / temperature[:, None]
+  z = jnp.matmul(h, unembed.astype(h.dtype), preferred_element_type=jnp.float32)
+  return z / temperature[:, None]
 
 
 def _logprob_rows(config, norm, unembed, x, target, temperature):
@@ -278,6 +513,9 @@ def _logprob_rows(config, norm, unembed, x, target, temperature):
 def row_logprobs(config, numerics, norm, unembed, x, target, temperature):
   """Logprob and entropy of one target a row, in the mode's numerics.
 
+  The logits of all rows are never held at once: they go through in blocks, and
+  the backward pass computes a block's again.
+
   Args:
     config, numerics: static.
     norm: [D]; unembed: [D, V].
@@ -292,7 +530,11 @@ def row_logprobs(config, numerics, norm, unembed, x, target, temperature):
     # another loop body compiled, and other last bits of the logprob.
     return jnp.stack(_logprob_rows(config, norm, unembed, *block), axis=-1)
 
-  both = layers.map_rows(rows, numerics, x, target, temperature)
+  block = max(LOGITS // config.vocab_size // 256, 1) * 256
+  if numerics.mode == 'fast' and x.shape[0] > block:
+    both = layers.in_blocks(rows, block, x, target, temperature)
+  else:
+    both = layers.map_rows(rows, numerics, x, target, temperature)
   return both[:, 0], both[:, 1]
 
 
@@ -323,6 +565,7 @@ def token_logprob(
   hidden: Array,
   tokens: Array,
   temperatures: Array,
+  layout: mesh_lib.Layout | None = None,
 ) -> tuple[Array, Array]:
   """Logprob of each token given those before it, and that step's entropy.
 
@@ -330,11 +573,17 @@ def token_logprob(
     hidden: [B, T, D] from `forward`.
     tokens: int32 [B, T].
     temperatures: float32 [B, T], of the token's own sampling.
+    layout: static; `hidden` then is of the device's own tokens, all else of
+      whole rows, and so is the result.
 
   Returns:
     two float32 [B, T]; entry t comes from the hidden state at t - 1. The first
     entry of every segment has no meaning.
   """
+  if layout is not None:
+    return _token_logprob_parallel(
+      params, config, numerics, layout, hidden, tokens, temperatures
+    )
   b, t, d = hidden.shape
   before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
   fixed = numerics.mode != 'fast'
@@ -355,23 +604,27 @@ def token_logprob(
 
 @struct.dataclass
 class Cache:
-  """Keys and values, [layers * P, S, G, K]; page 0 of a layer is scratch."""
+  """Pages of all layers, [layers * P, S, heads, numbers]; page 0 is scratch.
+
+  Keys and values may differ in heads and numbers (`attention.cache_shapes`);
+  `values` is None where they are part of the keys (absorbed latent attention).
+  """
 
   keys: Array
-  values: Array
+  values: Array | None
 
 
 def init_cache(
   config: ModelConfig, numerics: NumericsConfig, pages: int
 ) -> Cache:
   """An empty cache of `pages` pages a layer."""
-  shape = (
-    config.layers * pages,
-    numerics.kv_block,
-    config.kv_heads,
-    config.head_dim,
-  )
-  return Cache(jnp.zeros(shape), jnp.zeros(shape))
+  form, kind = mla.form(numerics, training=False), layers.dtype(numerics)
+  page = (config.layers * pages, numerics.kv_block)
+  empty = [
+    None if shape is None else jnp.zeros(page + shape, kind)
+    for shape in attention.cache_shapes(config, form)
+  ]
+  return Cache(*empty)
 
 
 def step(
@@ -382,6 +635,7 @@ def step(
   tokens: Array,
   positions: Array,
   table: Array,
+  layout: mesh_lib.Layout | None = None,
 ) -> tuple[Array, Array, Cache]:
   """Runs N loose rows, prefill and decode alike, through the model.
 
@@ -391,12 +645,15 @@ def step(
   Args:
     tokens, positions: int32 [N].
     table: int32 [N, M]; pages of each row's sequence; row 0s are scratch.
+    layout: static; rows, cache and experts are this device's, inside of
+      `shard_map`, and all other parameters whole.
 
   Returns:
     (hidden [N, D], experts int16 [N, L, K], cache).
   """
   n = tokens.shape[0]
-  block = numerics.kv_block
+  block, form = numerics.kv_block, mla.form(numerics, training=False)
+  scores = _score_arguments(config, form)
   pages = cache.keys.shape[0] // config.layers
   cos, sin = _rope(config, positions, table.shape[1] * block)
   page = jnp.take_along_axis(table, positions[:, None] // block, axis=1)[:, 0]
@@ -407,31 +664,33 @@ def step(
     x, index, keys, values = carry
     base = index * pages
     q, k, v = layers.map_rows(
-      functools.partial(attention.project, p['attention'], config),
+      functools.partial(_project, p, config, numerics, form),
       numerics,
       x,
       cos,
       sin,
     )
     keys = keys.at[base + page, offset].set(k)
-    values = values.at[base + page, offset].set(v)
+    if v is not None:
+      values = values.at[base + page, offset].set(v)
     heads = layers.map_rows(
-      lambda *rows: attention.paged(*rows, keys, values),
+      lambda *rows: attention.paged(*rows, keys, values, **scores),
       numerics,
       q,
       positions,
       base + table,
     )
-    x, used, _ = layers.map_rows(
-      functools.partial(_finish, p, config, numerics, 0.0),
-      numerics,
-      x,
-      heads,
-      replay,
+    finish = functools.partial(
+      _finish, p, config, numerics, form, 0.0, layout=layout
     )
+    if layout is None:
+      x, used, _ = layers.map_rows(finish, numerics, x, heads, replay)
+    else:  # rows meet those of other devices, all at once
+      x, used, _ = finish(x, heads, replay)
     return (x, index + 1, keys, values), used
 
-  carry = (params['embed'][tokens], jnp.int32(0), cache.keys, cache.values)
+  x = params['embed'][tokens].astype(layers.dtype(numerics))
+  carry = (x, jnp.int32(0), cache.keys, cache.values)
   used = jnp.zeros((0, n, config.experts_per_token), jnp.int32)
   if config.dense_layers:
     carry, _ = jax.lax.scan(body, carry, params['dense'])

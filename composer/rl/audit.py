@@ -89,6 +89,7 @@ def score_segments(step, params, segments, config, model, kv_block):
     shape[1],
     shape[2],
     config.loss_tokens,
+    model.experts,
   )
   replayed, native, flips, layers = [], [], [], []
   for batch in batches:

@@ -51,6 +51,7 @@ def pack(
   layers: int,
   experts_per_token: int,
   loss_tokens: int | None = None,
+  experts: int | None = None,
 ) -> tuple[list[Batch], list[Placement]]:
   """Packs the segments of one global step.
 
@@ -63,6 +64,8 @@ def pack(
     experts_per_token: K.
     loss_tokens: N of the loss, a constant of the run; None is the number of
       sampled tokens of `items`.
+    experts: E, of which routes name `experts_per_token` distinct ones, or -1;
+      None leaves the routes unchecked.
 
   Returns:
     Micro-batches of numpy arrays [B, T], with segments counted from 1 in each
@@ -70,13 +73,16 @@ def pack(
     token was not sampled, advantage and weight are 0; padding has segment id 0.
 
   Raises:
-    ValueError: for a segment that is empty or longer than a row, routes of
-      another model, reference logprobs of another length, or a bad shape.
+    ValueError: for a segment that is empty or longer than a row, routes that
+      no router of this model chose, reference logprobs of another length, or a
+      bad shape.
   """
   items = [Item(*item) for item in items]
   _check_shape(rows, length, kv_block, loss_tokens)
   for index, item in enumerate(items):
     _check_item(index, item, length, (layers, experts_per_token))
+    if experts is not None:
+      _check_routes(index, item, experts)
   placements = _place(items, rows, length, kv_block)
   if loss_tokens is None:
     sampled = sum(int(np.count_nonzero(i.segment.sampled)) for i in items)
@@ -160,6 +166,28 @@ def _check_item(
   if reference is not None and np.shape(reference) != (size,):
     raise ValueError(
       f'{where} has reference_logprobs {np.shape(reference)} for {size} tokens'
+    )
+
+
+def _check_routes(index: int, item: Item, experts: int) -> None:
+  """Replay trusts the routes: an index out of range would gather anything."""
+  routes = item.segment.experts
+  where = f'item {index} (origin {item.origin})'
+  if not routes.size:
+    return
+  low, high = int(routes.min()), int(routes.max())
+  if low < UNKNOWN_EXPERT or high >= experts:
+    raise ValueError(
+      f'{where} has routes from {low} to {high} and the model has {experts}'
+      ' experts; it was sampled by another model'
+    )
+  ranked = np.sort(routes, axis=-1)
+  twice = (ranked[..., 1:] == ranked[..., :-1]) & (ranked[..., 1:] >= 0)
+  if twice.any():
+    token, layer = np.argwhere(twice)[0][:2].tolist()
+    raise ValueError(
+      f'{where} names an expert twice at token {token} of MoE layer {layer}:'
+      f' {routes[token, layer].tolist()}; top-k experts are distinct'
     )
 
 

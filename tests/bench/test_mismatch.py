@@ -10,21 +10,12 @@ import pytest
 from composer import config as config_lib
 from composer import params as params_lib
 from composer.bench import mismatch
+from composer.model import presets
 from composer.model import transformer
 
 EXPERIMENT = config_lib.Experiment(
   name='small',
-  model=config_lib.ModelConfig(
-    vocab_size=64,
-    layers=2,
-    width=32,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    experts=6,
-    experts_per_token=2,
-    expert_hidden=16,
-  ),
+  model=presets.TINY,
   numerics=config_lib.NumericsConfig(row_block=8, kv_block=4),
   engine=config_lib.EngineConfig(
     rows=32, sequences=12, pages=160, max_context=48

@@ -14,23 +14,17 @@ import pytest
 
 from composer import config as config_lib
 from composer import params as params_lib
+from composer.model import presets
 from composer.model import transformer
 
-MODEL = config_lib.ModelConfig(
-  vocab_size=64,
-  layers=2,
-  width=32,
-  heads=4,
-  kv_heads=2,
-  head_dim=8,
-  experts=6,
-  experts_per_token=2,
-  expert_hidden=16,
-)
+MODEL = presets.TINY
 LEADING = dataclasses.replace(MODEL, dense_layers=1, tie_embeddings=True)
 BITWISE = config_lib.NumericsConfig(row_block=8, kv_block=4)
 SORTED = dataclasses.replace(BITWISE, moe='sorted')
+EXPANDED = dataclasses.replace(BITWISE, mla='expanded')
+HALF = dataclasses.replace(BITWISE, compute='bfloat16')
 FAST = dataclasses.replace(BITWISE, mode='fast')
+LATENT = presets.TINY_LATENT
 COLUMNS = 12  # KV blocks of a sequence, at most
 
 
@@ -118,7 +112,7 @@ def served(model, numerics, params, sequences, rows=32, seed=0):
   tables = 1 + rng.permutation(pages - 1).reshape(len(sequences), COLUMNS)
   cache = transformer.init_cache(model, numerics, pages)
   cache = jax.tree.map(  # what earlier sequences left behind
-    lambda x: jnp.asarray(rng.normal(size=x.shape) * 9, jnp.float32), cache
+    lambda x: jnp.asarray(rng.normal(size=x.shape) * 9, x.dtype), cache
   )
   layers, k = transformer.moe_layers(model), model.experts_per_token
   logprobs = [np.zeros(len(s), np.float32) for s in sequences]
@@ -154,12 +148,22 @@ def differing(some, others):
   return np.mean(a != b), np.mean(e != f) if e.size else 0.0
 
 
-@pytest.mark.parametrize(
-  'model, numerics, rows',
-  ((MODEL, BITWISE, 16), (LEADING, BITWISE, 40), (MODEL, SORTED, 32)),
-  ids=('dense experts', 'leading dense layer, tied', 'sorted experts'),
-)
-def test_engine_equals_trainer(model, numerics, rows):
+CASES = {
+  'dense experts': (MODEL, BITWISE, 16),
+  'leading dense layer, tied': (LEADING, BITWISE, 40),
+  'sorted experts': (MODEL, SORTED, 32),
+  'softmax router, q and k norms': (presets.TINY_SOFTMAX, BITWISE, 32),
+  'latent attention, absorbed': (LATENT, BITWISE, 32),
+  'latent attention, expanded': (LATENT, EXPANDED, 40),
+  'no query latent': (dataclasses.replace(LATENT, q_lora=0), BITWISE, 24),
+  'bfloat16': (MODEL, HALF, 32),
+  'latent attention, bfloat16': (LATENT, HALF, 32),
+}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_engine_equals_trainer(name):
+  model, numerics, rows = CASES[name]
   sequences, params = make_sequences(), make_params(model)
   want = trained(model, numerics, params, sequences)
   for seed in range(3):
@@ -179,32 +183,48 @@ def test_fast_does_not():
   assert differing(want, bitwise)[0] > 0.01
 
 
-def test_packing_does_not_matter():
+@pytest.mark.parametrize('model', (MODEL, LATENT), ids=('grouped', 'latent'))
+def test_packing_does_not_matter(model):
   """Row lengths, offsets, order and neighbours of the packed segments."""
-  params, sequences = make_params(MODEL), make_sequences()
-  want = trained(MODEL, BITWISE, params, sequences, 40)
+  params, sequences = make_params(model), make_sequences()
+  want = trained(model, BITWISE, params, sequences, 40)
   for length, offset in ((48, 2), (80, 9)):
-    got = trained(MODEL, BITWISE, params, sequences, length, offset)
+    got = trained(model, BITWISE, params, sequences, length, offset)
     assert differing(want, got) == (0, 0)
-  backwards = trained(MODEL, BITWISE, params, sequences[::-1], 48, 2)[::-1]
+  backwards = trained(model, BITWISE, params, sequences[::-1], 48, 2)[::-1]
   assert differing(want, backwards) == (0, 0)
 
 
-def test_forward_equals_forward_under_differentiation():
-  params, sequences = make_params(MODEL), make_sequences()
+def test_the_forms_of_latent_attention_differ():
+  """In last bits, which is why `bitwise` takes one of them on both sides."""
+  params, sequences = make_params(LATENT), make_sequences()
+  want = trained(LATENT, BITWISE, params, sequences)
+  got = served(LATENT, EXPANDED, params, sequences)
+  assert differing(want, got)[0] > 0.01
+  flat = [np.concatenate([x[0] for x in side]) for side in (want, got)]
+  np.testing.assert_allclose(*flat, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+  ('model', 'numerics'),
+  ((MODEL, BITWISE), (LATENT, BITWISE), (LATENT, EXPANDED)),
+  ids=('grouped', 'absorbed', 'expanded'),
+)
+def test_forward_equals_forward_under_differentiation(model, numerics):
+  params, sequences = make_params(model), make_sequences()
   arrays, _ = pack(sequences, 40)
   real = (arrays[1] > 0) & (arrays[2] > 0)
 
   @functools.partial(jax.jit, static_argnums=0)
   def differentiated(numerics, params, arrays):
     def loss(p):
-      logprobs, experts = score.__wrapped__(MODEL, numerics, p, *arrays)
+      logprobs, experts = score.__wrapped__(model, numerics, p, *arrays)
       return -jnp.sum(jnp.where(real, logprobs, 0)) / 100, (logprobs, experts)
 
     return jax.value_and_grad(loss, has_aux=True)(params)
 
-  (_, (logprobs, experts)), grads = differentiated(BITWISE, params, arrays)
-  want = score(MODEL, BITWISE, params, *arrays)
+  (_, (logprobs, experts)), grads = differentiated(numerics, params, arrays)
+  want = score(model, numerics, params, *arrays)
   np.testing.assert_array_equal(np.asarray(logprobs)[real], want[0][real])
   np.testing.assert_array_equal(experts, want[1])
   assert all(

@@ -15,19 +15,10 @@ from composer import params as params_lib
 from composer import records
 from composer.inference import engine as engine_lib
 from composer.inference import sampling
+from composer.model import presets
 from composer.model import transformer
 
-MODEL = config_lib.ModelConfig(
-  vocab_size=64,
-  layers=2,
-  width=32,
-  heads=4,
-  kv_heads=2,
-  head_dim=8,
-  experts=6,
-  experts_per_token=2,
-  expert_hidden=16,
-)
+MODEL = presets.TINY
 NUMERICS = config_lib.NumericsConfig(row_block=8, kv_block=4)
 CONFIG = config_lib.EngineConfig(
   rows=32, sequences=12, pages=160, max_context=48

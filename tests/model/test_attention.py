@@ -44,7 +44,8 @@ def make_sequences(sizes, seed=0, scale=1.0):
   ]
 
 
-paged = jax.jit(attention.paged)
+paged = jax.jit(functools.partial(attention.paged, divisor=math.sqrt(K)))
+dense = jax.jit(functools.partial(attention.dense, divisor=math.sqrt(K)))
 
 
 def to_pages(sequences, columns, seed=0, pages=None):
@@ -84,7 +85,7 @@ def test_dense_over_packed_segments(scale):
     ids[span], positions[span] = i + 1, np.arange(sizes[i])
     for array, values in zip(arrays, sequence, strict=True):
       array[span] = values
-  out = np.asarray(jax.jit(attention.dense)(*arrays, ids, positions))
+  out = np.asarray(dense(*arrays, ids, positions))
   assert np.all(np.isfinite(out))
   for i, (row, start) in enumerate(places):
     got = out[row, start : start + sizes[i]]
@@ -127,26 +128,67 @@ def test_where_pages_lie_changes_no_bit():
   np.testing.assert_array_equal(wider, want)
 
 
-def test_project_and_combine():
+@pytest.mark.parametrize('form', ('dense', 'paged'))
+def test_values_that_are_part_of_the_keys(form):
+  """`width` numbers of a key stand for its value, as if they were given."""
+  width = 5
+  sequences = make_sequences((4, 9, 13))
+  if form == 'paged':
+    rows, positions, table, keys, _ = to_pages(sequences, 4)
+    fn = jax.jit(attention.paged, static_argnames=('divisor', 'width'))
+    want = fn(rows, positions, table, keys, keys[..., :width], divisor=2.0)
+    got = fn(rows, positions, table, keys, None, divisor=2.0, width=width)
+  else:
+    (q, k, _), fn = sequences[2], attention.dense
+    t = len(q)
+    where = np.ones((1, t), np.int32), np.arange(t, dtype=np.int32)[None]
+    want = fn(q[None], k[None], k[None, ..., :width], *where, divisor=2.0)
+    got = fn(q[None], k[None], None, *where, divisor=2.0, width=width)
+  assert got.shape[-1] == width
+  np.testing.assert_array_equal(got, want)
+
+
+def test_products_in_bfloat16_are_added_in_float32():
+  """4097 equal keys: a sum in bfloat16 would stop at 256."""
+  count = 4097
+  pages = -(-count // BLOCK)
+  keys = jnp.ones((pages, BLOCK, 1, K), jnp.bfloat16)
+  rows = jnp.ones((2, 1, K), jnp.bfloat16)
+  table = np.tile(np.arange(pages, dtype=np.int32), (2, 1))
+  out = paged(rows, np.full(2, count - 1, np.int32), table, keys, 3 * keys)
+  assert out.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(np.asarray(out, np.float32), 3.0)
+
+
+@pytest.mark.parametrize('qk_norm', (False, True))
+def test_project_and_combine(qk_norm):
   """Queries and keys are normalised rows, projected and rotated; values not."""
-  config = config_lib.ModelConfig(width=12, heads=H, kv_heads=G, head_dim=K)
+  config = config_lib.ModelConfig(
+    width=12, heads=H, kv_heads=G, head_dim=K, qk_norm=qk_norm
+  )
   p = jax.tree.map(
     lambda x: x[0],
     params_lib.init(attention.spec(config, 1), jax.random.key(0)),
   )
   rng = np.random.default_rng(0)
-  p['norm'] = jnp.asarray(1 + 0.3 * normal(rng, 12))
+  for name in [n for n in p if n.endswith('norm')]:
+    p[name] = jnp.asarray(1 + 0.3 * normal(rng, *p[name].shape))
   x, positions = normal(rng, 5, 12), np.array([0, 3, 9, 1, 50])
   cos, sin = (jnp.asarray(a)[positions] for a in layers.rope_table(config, 64))
-  q, k, v = attention.project(p, config, jnp.asarray(x), cos, sin)
+  q, k, v = attention.project(p, config, 'expanded', jnp.asarray(x), cos, sin)
   wide = np.asarray(x, np.float64)
-  y = wide / np.sqrt(np.mean(wide**2, -1, keepdims=True) + 1e-5)
-  y = y * np.asarray(p['norm'], np.float64)
-  w = np.asarray(p['qkv'], np.float64)
+
+  def norm(x, scale):
+    mean = np.mean(x**2, -1, keepdims=True)
+    return x / np.sqrt(mean + 1e-5) * np.asarray(scale, np.float64)
+
+  y, w = norm(wide, p['norm']), np.asarray(p['qkv'], np.float64)
   rates = 10_000.0 ** (-2 * np.arange(K // 2) / K)
 
   def head(h, turn):
     z = y @ w[:, h]
+    if turn and qk_norm:
+      z = norm(z, p['q_norm' if h < H else 'k_norm'])
     z = z[:, : K // 2] + 1j * z[:, K // 2 :]
     z = z * np.exp(1j * positions[:, None] * rates) if turn else z
     return np.concatenate([z.real, z.imag], -1)
@@ -158,7 +200,7 @@ def test_project_and_combine():
   ):
     want = np.stack([head(h, turn) for h in heads], 1)
     np.testing.assert_allclose(got, want, atol=1e-5)
-  out = attention.combine_heads(p, jnp.asarray(x), q)
+  out = attention.combine_heads(p, config, 'expanded', jnp.asarray(x), q)
   want = wide + sum(
     np.asarray(q, np.float64)[:, h] @ np.asarray(p['out'], np.float64)[h]
     for h in range(H)

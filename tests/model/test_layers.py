@@ -68,6 +68,73 @@ def test_a_table_of_more_positions_begins_with_the_same():
     np.testing.assert_array_equal(a, b[:16])
 
 
+YARN = config_lib.YarnConfig(
+  factor=32.0, original_context=64, mscale=0.7, mscale_all_dim=1.3
+)
+
+
+def test_yarn_leaves_fast_pairs_and_stretches_slow_ones():
+  config = dataclasses.replace(CONFIG, head_dim=64, yarn=YARN)
+  plain = dataclasses.replace(config, yarn=config_lib.YarnConfig())
+  ratio = layers.rope_frequencies(plain) / layers.rope_frequencies(config)
+  turns = 64 * layers.rope_frequencies(plain) / (2 * np.pi)
+  assert ratio[0] == 1 and np.all(np.diff(ratio) >= -1e-5)
+  np.testing.assert_allclose(ratio[turns < 0.5], 32, rtol=1e-5)
+  between = (turns < 10) & (turns > 1.5)
+  assert np.any(between) and np.all(ratio[between] > 1)
+  assert np.all(ratio[between] < 32)
+
+
+def test_yarn_scales_cos_and_sin_by_the_ratio():
+  config = dataclasses.replace(CONFIG, yarn=YARN)
+  cos, sin = layers.rope_table(config, 50)
+  want = (0.07 * np.log(32) + 1) / (0.13 * np.log(32) + 1)
+  np.testing.assert_allclose(np.hypot(cos, sin), want, rtol=1e-6)
+  assert layers.yarn_scale(1.0, 0.7) == 1.0
+  same = dataclasses.replace(YARN, mscale=1.3)
+  cos, sin = layers.rope_table(dataclasses.replace(CONFIG, yarn=same), 50)
+  np.testing.assert_allclose(np.hypot(cos, sin), 1.0, rtol=1e-6)
+
+
+def test_published_models_round_their_angles():
+  """By at most half a float32's last place an operation, and they do."""
+  published = dataclasses.replace(CONFIG, rope_float32=True)
+  exact, rounded = (layers.rope_table(c, 9000) for c in (CONFIG, published))
+  angles = np.arange(9000)[:, None] * layers.rope_frequencies(CONFIG)[None, :]
+  for a, b in zip(exact, rounded, strict=True):
+    gap = np.abs(a - b)
+    assert np.all(gap <= 3e-7 * angles + 2e-7) and np.max(gap) > 1e-5
+
+
+def test_latent_attention_turns_its_rotary_part():
+  latent = dataclasses.replace(CONFIG, kv_lora=8, rope_dim=6)
+  assert layers.rope_dim(latent) == 6 and layers.rope_dim(CONFIG) == 8
+  assert layers.rope_table(latent, 5)[0].shape == (5, 3)
+
+
+def test_norms_of_bfloat16_are_taken_in_float32():
+  x = (normal(0, 4, 12) * 200).astype(jnp.bfloat16)
+  out = layers.rms_norm(x, jnp.ones(12), 1e-5)
+  wide = np.asarray(x, np.float64)
+  want = wide / np.sqrt(np.mean(wide**2, -1, keepdims=True) + 1e-5)
+  assert out.dtype == jnp.bfloat16
+  rounded = jnp.asarray(want, jnp.float32).astype(jnp.bfloat16)
+  np.testing.assert_allclose(
+    np.asarray(out, np.float32), np.asarray(rounded, np.float32), rtol=2**-7
+  )
+  heads = layers.rms_norm(normal(1, 4, 3, 12), 2 * jnp.ones(12), 1e-5)
+  np.testing.assert_allclose(np.mean(np.square(heads), -1), 4, rtol=1e-4)
+
+
+def test_what_is_cast_to_the_dtype_of_products():
+  p = {'norm': jnp.ones(2), 'kv_norm': jnp.ones(2), 'router': jnp.ones(2)}
+  p = {**p, 'router_bias': jnp.ones(2), 'down': jnp.ones(2)}
+  half = dataclasses.replace(FAST, compute='bfloat16')
+  assert layers.as_compute(FAST, p) is p
+  cast = layers.as_compute(half, p)
+  assert {n for n, a in cast.items() if a.dtype == jnp.bfloat16} == {'down'}
+
+
 def test_feed_forward():
   p = jax.tree.map(
     lambda x: x[0],
@@ -118,6 +185,25 @@ def test_map_rows_refuses_what_it_cannot_fix(rows):
   with pytest.raises(ValueError, match=f'row_block=8.*got {rows}'):
     layers.map_rows(lambda x: x, BITWISE, jnp.zeros((rows, 2)))
   layers.map_rows(lambda x: x, FAST, jnp.zeros((rows, 2)))
+
+
+@pytest.mark.parametrize('rows', (5, 16, 70))
+def test_blocks_take_any_number_of_rows(rows):
+  """The rows that fill the last block get no gradient and give no value."""
+  weights, x = normal(0, 6, 5), 1 + jnp.abs(normal(1, rows, 6))
+
+  def total(weights, x, map_over):  # not finite at a row of zeros
+    return jnp.sum(map_over(lambda part: jnp.log(part) @ weights, x))
+
+  def run(map_over):
+    grad = jax.value_and_grad(total, argnums=(0, 1))
+    return jax.jit(lambda w, x: grad(w, x, map_over))(weights, x)
+
+  value, grads = run(lambda fn, x: layers.in_blocks(fn, 16, x))
+  want, wanted = run(lambda fn, x: fn(x))
+  np.testing.assert_allclose(value, want, rtol=1e-5)
+  for a, b in zip(grads, wanted, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize('rows', (16, 64, 70))

@@ -20,13 +20,32 @@ CONFIG = config_lib.ModelConfig(
   width=12, experts=6, experts_per_token=3, expert_hidden=5, shared_experts=2
 )
 ROWS = 10
+GROUPED = dataclasses.replace(
+  CONFIG, experts=8, router_groups=4, router_top_groups=2
+)
 VARIANTS = {
   'default': CONFIG,
   'not normalised': dataclasses.replace(CONFIG, normalise_gates=False),
   'scaled': dataclasses.replace(CONFIG, router_scale=2.5),
   'no shared expert': dataclasses.replace(CONFIG, shared_experts=0),
   'one expert a token': dataclasses.replace(CONFIG, experts_per_token=1),
+  'groups': GROUPED,
+  'one group of many': dataclasses.replace(
+    GROUPED, router_groups=2, router_top_groups=1
+  ),
+  'softmax': dataclasses.replace(CONFIG, router='softmax'),
+  'softmax, not normalised': dataclasses.replace(
+    CONFIG, router='softmax', normalise_gates=False, shared_experts=0
+  ),
 }
+WITH_GRADIENTS = (
+  'default',
+  'not normalised',
+  'scaled',
+  'groups',
+  'softmax',
+  'softmax, not normalised',
+)
 
 
 def make_layer(config, seed=0):
@@ -34,9 +53,9 @@ def make_layer(config, seed=0):
   p = jax.tree.map(lambda x: x[0], params_lib.init(spec, jax.random.key(seed)))
   rng = np.random.default_rng(seed)
   p['norm'] = jnp.asarray(rng.uniform(0.5, 1.5, p['norm'].shape), jnp.float32)
-  p['router_bias'] = jnp.asarray(
-    rng.normal(size=config.experts) * 0.2, jnp.float32
-  )
+  bias = rng.normal(size=config.experts) * 0.2
+  if config.router == 'sigmoid':
+    p['router_bias'] = jnp.asarray(bias, jnp.float32)
   x = jnp.asarray(rng.normal(size=(ROWS, config.width)), jnp.float32)
   return p, x
 
@@ -49,16 +68,39 @@ def silu(x):
   return x * sigmoid(x)
 
 
+def naive_scores(logits, config):
+  if config.router == 'sigmoid':
+    return sigmoid(logits)
+  weights = [np.exp(z) for z in logits]
+  return np.array([w / sum(weights) for w in weights])
+
+
+def naive_groups(selection, config):
+  """Experts of the best groups: those whose two best experts add up highest."""
+  size = len(selection) // config.router_groups
+  groups = [
+    range(g * size, g * size + size) for g in range(len(selection) // size)
+  ]
+  if config.router_groups == 1:
+    return groups[0]
+  ranked = sorted(
+    range(len(groups)),
+    key=lambda g: (-sum(sorted(selection[e] for e in groups[g])[-2:]), g),
+  )
+  return [e for g in ranked[: config.router_top_groups] for e in groups[g]]
+
+
 def naive_route(logits, bias, config):
   """The top k of s + b, the lower index first among equals."""
+  selection = naive_scores(logits, config) + bias
   ranked = sorted(
-    range(len(logits)), key=lambda e: (-(sigmoid(logits[e]) + bias[e]), e)
+    naive_groups(selection, config), key=lambda e: (-selection[e], e)
   )
   return ranked[: config.experts_per_token]
 
 
 def naive_gates(logits, experts, config):
-  gates = np.array([sigmoid(logits[e]) for e in experts])
+  gates = naive_scores(logits, config)[list(experts)]
   if config.normalise_gates:
     gates = gates / gates.sum()
   return gates * config.router_scale
@@ -75,7 +117,7 @@ def naive_moe(p, x, config, routes=None):
     h = row / np.sqrt(np.mean(row**2) + config.norm_eps) * p['norm']
     logits = h @ p['router']
     experts = (
-      naive_route(logits, p['router_bias'], config)
+      naive_route(logits, p.get('router_bias', 0.0), config)
       if routes is None
       else routes[r]
     )
@@ -156,7 +198,7 @@ def test_against_the_naive_layer(name, implementation):
 
 
 @pytest.mark.parametrize('implementation', moe.EXPERTS)
-@pytest.mark.parametrize('name', ('default', 'not normalised', 'scaled'))
+@pytest.mark.parametrize('name', WITH_GRADIENTS)
 def test_gradients(name, implementation):
   config = VARIANTS[name]
   p, x = make_layer(config)
@@ -215,6 +257,88 @@ def test_ties_go_to_the_lower_expert():
   bias = jnp.asarray([0, 0, 0.5, 0, 0.5, 0])
   routed = moe.route(jnp.zeros((1, 6)), bias, k2)
   np.testing.assert_array_equal(routed.experts, [[2, 4]])
+
+
+def test_groups():
+  """By hand: groups 0 and 2 win by their two best, though 5 is the best."""
+  config = dataclasses.replace(GROUPED, experts_per_token=2)
+  bias = jnp.asarray([0.4, 0.4, 0, 0, 0.3, 0.3, -9, 0.9])
+  routed = moe.route(jnp.zeros((1, 8)), bias, config)
+  # Sums of groups: 1.8, 1.0, 1.6, and -8.1 + 0.9: the best expert is left out.
+  np.testing.assert_array_equal(routed.experts, [[0, 1]])
+  np.testing.assert_allclose(routed.gates, [[0.5, 0.5]], rtol=1e-6)
+  three = dataclasses.replace(config, experts_per_token=3)
+  routed = moe.route(jnp.zeros((1, 8)), bias, three)
+  np.testing.assert_array_equal(routed.experts, [[0, 1, 4]])
+
+
+def test_a_kept_group_may_lie_below_zero():
+  """What is left out is out, not 0: scores and bias may add up to less."""
+  bias = jnp.full(8, -3.0).at[0].set(-1.0).at[4].set(-1.5)
+  routed = moe.route(jnp.zeros((1, 8)), bias, GROUPED)
+  np.testing.assert_array_equal(routed.experts, [[0, 4, 1]])
+
+
+def test_ties_go_to_the_lower_group():
+  routed = moe.route(jnp.zeros((3, 8)), jnp.zeros(8), GROUPED)
+  np.testing.assert_array_equal(routed.experts, [[0, 1, 2]] * 3)
+  bias = jnp.asarray([0, 0, 0.1, 0, 0.1, 0, 0.1, 0])
+  routed = moe.route(jnp.zeros((1, 8)), bias, GROUPED)
+  np.testing.assert_array_equal(routed.experts, [[2, 4, 3]])
+
+
+@pytest.mark.parametrize('c', (0.0, 0.7, 1.0))
+def test_replay_may_leave_the_groups(c):
+  """Another machine's groups were others; implausible experts are replaced."""
+  rng = np.random.default_rng(0)
+  logits = jnp.asarray(rng.normal(size=(300, 8)) * 2, jnp.float32)
+  replay = np.array([rng.permutation(8)[:3] for _ in range(300)])
+  routed = moe.route(logits, jnp.zeros(8), GROUPED, jnp.asarray(replay), c)
+  used = np.asarray(routed.experts)
+  assert all(len(set(row)) == 3 for row in used.tolist())
+  if c == 0:
+    np.testing.assert_array_equal(used, replay)
+    return
+  scores = sigmoid(np.asarray(logits, np.float64))
+  least = np.take_along_axis(scores, np.asarray(routed.native), -1).min(-1)
+  own = np.take_along_axis(scores, replay, -1)
+  np.testing.assert_array_equal(used == replay, own >= c * least[:, None])
+
+
+@pytest.mark.parametrize('implementation', moe.EXPERTS)
+@pytest.mark.parametrize('router', ('sigmoid', 'softmax'))
+def test_every_token_on_one_expert(implementation, router):
+  config = dataclasses.replace(CONFIG, router=router, experts_per_token=1)
+  p, x = make_layer(config)
+  routes = np.full((ROWS, 1), 4)
+  out, used, _ = run(config, implementation, 0.0, p, x, routes)
+  np.testing.assert_array_equal(used, routes)
+  wide_x = np.asarray(x, np.float64)
+  want, _ = naive_moe(wide(p), wide_x, config, routes)
+  np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-5)
+  (grads, _), _ = gradient(config, implementation, p, x, routes, x)
+  others = np.array([0, 1, 2, 3, 5])
+  for name in ('gate_up', 'down'):
+    assert np.any(grads[name][4]) and not np.any(grads[name][others])
+
+
+def test_a_softmax_router_has_no_bias():
+  spec = moe.spec(dataclasses.replace(CONFIG, router='softmax'), 2)
+  assert 'router_bias' not in spec and 'router_bias' in moe.spec(CONFIG, 2)
+
+
+@pytest.mark.parametrize('implementation', moe.EXPERTS)
+def test_bfloat16_keeps_the_routes_in_float32(implementation):
+  p, x = make_layer(CONFIG)
+  small = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (p, x))
+  p = {n: a if 'router' in n else small[0][n] for n, a in p.items()}
+  out, used, _ = run(CONFIG, implementation, 0.0, p, small[1], native(CONFIG))
+  assert out.dtype == jnp.bfloat16
+  want, routes = naive_moe(wide(p), np.asarray(small[1], np.float64), CONFIG)
+  np.testing.assert_array_equal(used, routes)
+  np.testing.assert_allclose(
+    np.asarray(out, np.float32), want, rtol=0.03, atol=0.03
+  )
 
 
 def test_the_bias_only_selects():

@@ -14,20 +14,10 @@ import pytest
 
 from composer import config as config_lib
 from composer import params as params_lib
+from composer.model import presets
 from composer.model import transformer
 
-MODEL = config_lib.ModelConfig(
-  vocab_size=64,
-  layers=2,
-  width=32,
-  heads=4,
-  kv_heads=2,
-  head_dim=8,
-  dense_hidden=24,
-  experts=6,
-  experts_per_token=2,
-  expert_hidden=16,
-)
+MODEL = presets.TINY
 LEADING = 'leading dense, tied'
 MODELS = {
   'moe': MODEL,

@@ -14,21 +14,12 @@ from composer import config as config_lib
 from composer import params as params_lib
 from composer import records
 from composer.inference import engine as engine_lib
+from composer.model import presets
 from composer.model import transformer
 from composer.rl import audit
 from composer.rl import trainer
 
-MODEL = config_lib.ModelConfig(
-  vocab_size=64,
-  layers=2,
-  width=32,
-  heads=4,
-  kv_heads=2,
-  head_dim=8,
-  experts=6,
-  experts_per_token=2,
-  expert_hidden=16,
-)
+MODEL = presets.TINY
 SPEC = transformer.spec(MODEL)
 NUMERICS = config_lib.NumericsConfig(row_block=8, kv_block=4)
 ENGINE = config_lib.EngineConfig(

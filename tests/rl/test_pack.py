@@ -236,3 +236,25 @@ def test_a_step_is_packed_densely_and_fast():
     p.pack(*args)
     times.append(time.perf_counter() - start)
   assert min(times) < 0.05  # 3 ms on an idle core; room for a busy one
+
+
+@pytest.mark.parametrize(
+  ('row', 'message'),
+  (
+    ((0, 1, 8), 'routes from .* to 8 and the model has 8 experts'),
+    ((0, -2, 1), 'routes from -2 '),
+    (
+      (5, 2, 5),
+      r'names an expert twice at token 3 of MoE layer 1: \[5, 2, 5\]',
+    ),
+  ),
+)
+def test_routes_that_no_router_chose_are_refused(row, message):
+  rng = np.random.default_rng(0)
+  segment = make_segment(rng, 6)
+  segment.experts[:] = [0, 3, 7]
+  segment.experts[2, 0] = -1  # unknown is no expert named three times
+  assert do_pack([p.Item(segment, 0.0)], experts=8)[1]
+  segment.experts[3, 1] = row
+  with pytest.raises(ValueError, match=message):
+    do_pack([p.Item(segment, 0.0)], experts=8)

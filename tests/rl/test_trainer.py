@@ -12,21 +12,12 @@ from composer import config as config_lib
 from composer import mesh as mesh_lib
 from composer import params as params_lib
 from composer import records
+from composer.model import presets
 from composer.model import transformer
 from composer.rl import pack
 from composer.rl import trainer
 
-MODEL = config_lib.ModelConfig(
-  vocab_size=64,
-  layers=2,
-  width=32,
-  heads=4,
-  kv_heads=2,
-  head_dim=8,
-  experts=6,
-  experts_per_token=2,
-  expert_hidden=16,
-)
+MODEL = presets.TINY
 SPEC = transformer.spec(MODEL)
 BITWISE = config_lib.NumericsConfig(row_block=8, kv_block=4)
 FAST = dataclasses.replace(BITWISE, mode='fast')

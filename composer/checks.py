@@ -1,0 +1,169 @@
+"""What a model and its numerics must satisfy; `config.validate` calls these.
+
+Every check raises `ValueError` with the field, its value and the remedy.
+"""
+
+from __future__ import annotations
+
+import typing
+
+if typing.TYPE_CHECKING:
+  from composer import config
+
+MOST_EXPERTS = 2**15 - 1
+
+
+def require(holds: bool, what: str, remedy: str) -> None:
+  if not holds:
+    raise ValueError(f'{what}; {remedy}')
+
+
+def check_model(model: config.ModelConfig) -> None:
+  require(
+    model.dense_layers <= model.layers,
+    f'model.dense_layers={model.dense_layers} exceeds'
+    f' model.layers={model.layers}',
+    'dense layers are the first of all layers',
+  )
+  if model.kv_lora:
+    _check_latent_attention(model)
+  else:
+    _check_grouped_attention(model)
+  if model.dense_layers < model.layers:
+    _check_experts(model)
+  yarn = model.yarn
+  require(
+    yarn.factor >= 1,
+    f'model.yarn.factor={yarn.factor} is under 1',
+    'it stretches positions, 1 is plain RoPE',
+  )
+  require(
+    yarn.beta_slow <= yarn.beta_fast,
+    f'model.yarn.beta_slow={yarn.beta_slow} exceeds'
+    f' model.yarn.beta_fast={yarn.beta_fast}',
+    'fast frequencies turn more often, exchange them',
+  )
+
+
+def _check_grouped_attention(model: config.ModelConfig) -> None:
+  require(
+    model.heads % model.kv_heads == 0,
+    f'model.heads={model.heads} is not divisible by'
+    f' model.kv_heads={model.kv_heads}',
+    'set kv_heads to a divisor of heads',
+  )
+  require(
+    model.head_dim % 2 == 0,
+    f'model.head_dim={model.head_dim} is odd',
+    'rotary positions turn pairs, use an even number',
+  )
+  for name in ('q_lora', 'nope_dim', 'rope_dim', 'value_dim'):
+    value = getattr(model, name)
+    require(
+      value == 0,
+      f'model.{name}={value} without model.kv_lora',
+      'only latent attention reads it; set kv_lora, or leave it 0',
+    )
+
+
+def _check_latent_attention(model: config.ModelConfig) -> None:
+  for name in ('nope_dim', 'rope_dim', 'value_dim'):
+    require(
+      getattr(model, name) > 0,
+      f'model.{name}=0 with model.kv_lora={model.kv_lora}',
+      'latent attention needs it',
+    )
+  require(
+    model.rope_dim % 2 == 0,
+    f'model.rope_dim={model.rope_dim} is odd',
+    'rotary positions turn pairs, use an even number',
+  )
+  require(
+    not model.qk_norm,
+    f'model.qk_norm=true with model.kv_lora={model.kv_lora}',
+    'latent attention norms its latents instead, set it to false',
+  )
+
+
+def _check_experts(model: config.ModelConfig) -> None:
+  groups, top = model.router_groups, model.router_top_groups
+  require(
+    model.experts_per_token <= model.experts,
+    f'model.experts_per_token={model.experts_per_token} exceeds'
+    f' model.experts={model.experts}',
+    'a token cannot use an expert twice',
+  )
+  require(
+    model.experts <= MOST_EXPERTS,
+    f'model.experts={model.experts} exceeds {MOST_EXPERTS}',
+    'routes are recorded as int16',
+  )
+  require(
+    top <= groups,
+    f'model.router_top_groups={top} exceeds model.router_groups={groups}',
+    'a token chooses among groups that exist',
+  )
+  if groups == 1:
+    return
+  require(
+    model.router == 'sigmoid',
+    f'model.router_groups={groups} with model.router={model.router!r}',
+    'groups belong to the sigmoid router, use 1 group',
+  )
+  require(
+    model.experts % groups == 0 and model.experts // groups >= 2,
+    f'model.experts={model.experts} in model.router_groups={groups}',
+    'groups are of one size, two experts or more',
+  )
+  require(
+    model.experts_per_token <= top * (model.experts // groups),
+    f'model.experts_per_token={model.experts_per_token} exceeds the experts of'
+    f' model.router_top_groups={top} groups',
+    'let a token choose from more groups',
+  )
+
+
+def check_numerics(numerics: config.NumericsConfig) -> None:
+  require(
+    numerics.mode != 'bitwise' or numerics.mla != 'split',
+    "numerics.mla='split' with numerics.mode='bitwise'",
+    'the two forms differ in last bits; use absorbed or expanded on both sides,'
+    ' or numerics.mode=fast',
+  )
+
+
+def check_parallel(experiment: config.Experiment) -> None:
+  parallel, model = experiment.parallel, experiment.model
+  wide = parallel.expert * parallel.context
+  require(
+    experiment.numerics.mode != 'bitwise' or wide == 1,
+    f'parallel.expert={parallel.expert} and parallel.context='
+    f'{parallel.context} with numerics.mode=\'bitwise\'',
+    'rows of other devices would change the order of addition; leave both 1, or'
+    ' set numerics.mode=fast',
+  )
+  sparse = model.dense_layers < model.layers
+  across = wide if parallel.rules == 'folded' else parallel.expert
+  for name, size in (
+    ('expert' + ' x context' * (parallel.rules == 'folded'), across),
+    ('rollout_expert', parallel.rollout_expert),
+  ):
+    require(
+      not sparse or model.experts % size == 0,
+      f'parallel.{name}={size} does not divide model.experts={model.experts}',
+      'every device holds as many experts',
+    )
+  chunks = 2 * parallel.context
+  for path in ('midtrain', 'rl'):
+    length = getattr(experiment, path).sequence_length
+    require(
+      parallel.context == 1 or length % chunks == 0,
+      f'{path}.sequence_length={length} does not divide into 2 x'
+      f' parallel.context={chunks} chunks',
+      f'use {-(-length // chunks) * chunks}',
+    )
+  require(
+    parallel.slack >= 1,
+    f'parallel.slack={parallel.slack} is under 1',
+    'the buffers would not hold the mean load',
+  )

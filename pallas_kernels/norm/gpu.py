@@ -1,0 +1,54 @@
+"""Mosaic GPU: RMSNorm, a warpgroup a row, so that no row sees another."""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+
+from pallas_kernels import mosaic
+
+LANES = 128  # threads of a warpgroup; D is spread over them
+MOST = 16384  # D that still fits into their registers
+WARPGROUPS = 4
+
+
+def unsupported(x: jax.Array) -> str | None:
+  """Why this shape or type cannot be computed here, or None."""
+  if x.shape[1] % LANES or x.shape[1] > MOST:
+    return (
+      f'D={x.shape[1]}; the GPU kernel takes multiples of {LANES} up to {MOST}'
+    )
+  if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    return f'{x.dtype}; the GPU kernel takes bfloat16, float16 and float32'
+  return None
+
+
+def rms_norm(
+  x: jax.Array, scale: jax.Array, epsilon: float, *, interpret: bool = False
+) -> jax.Array:
+  """y = x rsqrt(mean x^2 + epsilon) scale: x [T, D], scale [D]."""
+  t, d = x.shape
+  sms = 2 if interpret else 2 * mosaic.cores()
+
+  def body(x, scale, y):
+    first = lax.axis_index('sm') * WARPGROUPS + lax.axis_index('wg')
+    stride = sms * WARPGROUPS
+    weight = scale[...].astype(jnp.float32)
+
+    @pl.loop(0, mosaic.cdiv(jnp.maximum(t - first, 0), stride))
+    def _(i):
+      row = first + i * stride
+      wide = x[row].astype(jnp.float32)
+      mean = jnp.sum(wide * wide) * (1.0 / d)
+      y[row] = (wide * lax.rsqrt(mean + epsilon) * weight).astype(y.dtype)
+
+  return mosaic.launch(
+    body,
+    out=jax.ShapeDtypeStruct((t, d), x.dtype),
+    scratch=[],
+    grid=sms,
+    warpgroups=WARPGROUPS,
+    interpret=interpret,
+  )(x, scale)

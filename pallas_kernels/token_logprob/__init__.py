@@ -1,0 +1,197 @@
+"""Log-probability of a given token, without ever holding the logits [T, V].
+
+  z[t, v] = hidden[t] . unembed[:, v] / temperature[t]
+  logprob[t] = z[t, token[t]] - log sum_v exp z[t, v]
+  entropy[t] = -sum_v p[t, v] log p[t, v],  p = softmax(z)
+
+The sum runs over all v, or over the recorded ids that sampling had kept. The
+gradients are computed a block of the vocabulary at a time, from z again.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch
+from pallas_kernels import grouped_matmul
+from pallas_kernels.token_logprob import reference
+
+NAME = 'token_logprob'
+
+
+def token_logprob(
+  hidden: jax.Array,
+  unembed: jax.Array,
+  tokens: jax.Array,
+  temperatures: jax.Array | None = None,
+  *,
+  kept: jax.Array | None = None,
+  implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Log-probability of each token, in nats, and the entropy.
+
+  Args:
+    hidden: [T, D].
+    unembed: [D, V], of the same dtype.
+    tokens: int [T], 0 to V - 1.
+    temperatures: float32 [T], above 0; None: 1. No gradient reaches them.
+    kept: int32 [T, J], ids to renormalise over, -1 where there are fewer; the
+      token must be among them. Only the plain implementation takes them.
+    implementation: a name of `dispatch.NAMES`; None: the best there is.
+
+  Returns:
+    logprob and entropy, float32 [T]. Differentiable in hidden and unembed.
+
+  Raises:
+    ValueError: shapes, dtypes, tokens or temperatures that cannot be.
+  """
+  if temperatures is None:
+    temperatures = jnp.ones(hidden.shape[:1], jnp.float32)
+  _check(hidden, unembed, tokens, temperatures, kept)
+  chosen = _choose(hidden, unembed, kept, implementation)
+  return _token_logprob(hidden, unembed, tokens, temperatures, kept, chosen)
+
+
+def _check(hidden, unembed, tokens, temperatures, kept) -> None:
+  t = hidden.shape[0]
+  if hidden.ndim != 2 or unembed.ndim != 2:
+    raise ValueError(
+      f'hidden {hidden.shape} must be [T, D], unembed {unembed.shape} [D, V]'
+    )
+  if hidden.shape[1] != unembed.shape[0]:
+    raise ValueError(
+      f'hidden {hidden.shape} and unembed {unembed.shape} differ in D; unembed'
+      ' must be [D, V]'
+    )
+  if hidden.dtype != unembed.dtype:
+    raise ValueError(
+      f'hidden is {hidden.dtype} and unembed {unembed.dtype}; cast one'
+    )
+  for name, array in (('tokens', tokens), ('temperatures', temperatures)):
+    if array.shape != (t,):
+      raise ValueError(f'{name} {array.shape} must be [T] = ({t},)')
+  if kept is not None and (kept.ndim != 2 or kept.shape[0] != t):
+    raise ValueError(f'kept {kept.shape} must be [T, J] with T = {t}')
+  known = dispatch.concrete(tokens)
+  v = unembed.shape[1]
+  if known is not None and t:
+    low, high = np.min(np.asarray(known)), np.max(np.asarray(known))
+    if low < 0 or high >= v:
+      raise ValueError(
+        f'tokens from {low} to {high}; they must be in 0..{v - 1}'
+      )
+  known = dispatch.concrete(temperatures)
+  if known is not None and t and not np.min(np.asarray(known)) > 0:
+    raise ValueError(
+      f'the least temperature is {np.min(np.asarray(known))}; it must be above'
+      ' 0: for greedy sampling there is no distribution to score'
+    )
+
+
+def _choose(hidden, unembed, kept, implementation) -> str:
+  faults = dict(gpu=None, tpu=None)
+  if kept is not None:
+    reason = 'only the plain implementation renormalises over kept ids'
+    faults = dict(gpu=reason, tpu=reason)
+  elif implementation != 'reference' and (
+    implementation is not None or dispatch.platform() != 'cpu'
+  ):
+    from pallas_kernels.token_logprob import gpu
+    from pallas_kernels.token_logprob import tpu
+
+    faults = dict(
+      gpu=gpu.unsupported(hidden, unembed), tpu=tpu.unsupported(hidden, unembed)
+    )
+  return dispatch.choose(NAME, implementation, **faults)
+
+
+def _statistics(hidden, unembed, tokens, temperatures, kept, chosen):
+  arguments = hidden, unembed, tokens, temperatures
+  if chosen == 'reference':
+    return reference.statistics(*arguments, kept)
+  interpret = chosen.endswith('interpret')
+  if chosen.startswith('tpu'):
+    from pallas_kernels.token_logprob import tpu
+
+    return tpu.statistics(*arguments, interpret=interpret)
+  from pallas_kernels.token_logprob import gpu
+
+  return gpu.statistics(*arguments, interpret=interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _token_logprob(hidden, unembed, tokens, temperatures, kept, chosen):
+  return _forward(hidden, unembed, tokens, temperatures, kept, chosen)[0]
+
+
+def _forward(hidden, unembed, tokens, temperatures, kept, chosen):
+  z, log, entropy = _statistics(
+    hidden, unembed, tokens, temperatures, kept, chosen
+  )
+  saved = hidden, unembed, tokens, temperatures, kept, log, entropy
+  return (z - log, entropy), saved
+
+
+def _product(x, w, chosen, transpose=False):
+  """float32 x @ w (or w^T), by the kernel where one was chosen."""
+  if chosen == 'reference':
+    w = w.T if transpose else w
+    return jnp.dot(x, w, preferred_element_type=jnp.float32)
+  return grouped_matmul.product(x, w, chosen, transpose)
+
+
+def _outer(x, dy, chosen):
+  """x^T @ dy in x's dtype, summed in float32."""
+  if chosen == 'reference':
+    dw = jnp.dot(x.T, dy, preferred_element_type=jnp.float32)
+    return dw.astype(x.dtype)
+  rows = jnp.full((1,), x.shape[0], jnp.int32)
+  return grouped_matmul.weight_gradient(x, dy, rows, implementation=chosen)[0]
+
+
+def _backward(chosen, saved, cotangents):
+  """dz = p (-g_logprob - g_entropy (log p + entropy)) + onehot g_logprob."""
+  hidden, unembed, tokens, temperatures, kept, log, entropy = saved
+  g, h = (c.astype(jnp.float32) for c in cotangents)
+  scale = 1.0 / temperatures.astype(jnp.float32)
+
+  def block(first, size, dhidden, dunembed):
+    part = lax.dynamic_slice_in_dim(unembed, first, size, 1)
+    log_p = _product(hidden, part, chosen) * scale[:, None] - log[:, None]
+    p = jnp.exp(log_p)
+    if kept is not None:
+      inside = reference.is_kept(kept, first, size)
+      p, log_p = jnp.where(inside, p, 0.0), jnp.where(inside, log_p, 0.0)
+    place = jnp.arange(size)[None, :] == (tokens - first)[:, None]
+    dz = jnp.where(place, g[:, None], 0.0)
+    dz = dz - p * (g[:, None] + h[:, None] * (log_p + entropy[:, None]))
+    dz = (dz * scale[:, None]).astype(hidden.dtype)
+    dhidden = dhidden + _product(dz, part, chosen, transpose=True)
+    dunembed = lax.dynamic_update_slice_in_dim(
+      dunembed, _outer(hidden, dz, chosen), first, 1
+    )
+    return dhidden, dunembed
+
+  found = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(unembed)
+  for first, size, count in reference.chunks(unembed.shape[1]):
+
+    def step(found, i, first=first, size=size):
+      return block(first + i * size, size, *found), None
+
+    found, _ = lax.scan(step, found, jnp.arange(count))
+  dhidden, dunembed = found
+  return (
+    dhidden.astype(hidden.dtype),
+    dunembed,
+    np.zeros(tokens.shape, jax.dtypes.float0),
+    jnp.zeros_like(temperatures),
+    None if kept is None else np.zeros(kept.shape, jax.dtypes.float0),
+  )
+
+
+_token_logprob.defvjp(_forward, _backward)
