@@ -19,6 +19,7 @@ TEST = [
   'pytest>=8',
   'pytest-xdist',
   'ruff>=0.12',
+  'tiktoken>=0.9',
 ]
 
 setuptools.setup(
@@ -49,6 +50,7 @@ setuptools.setup(
     'numpy>=2.1,<3',
     'rich>=15,<16',
     'tokenizers>=0.23,<1',
+    'jinja2>=3.1,<4',
     'safetensors>=0.8,<1',
     'zstandard>=0.25,<1',
     'xxhash>=4.1,<5',

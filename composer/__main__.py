@@ -72,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
   _add_run(commands)
   _add_eval(commands)
   _add_convert(commands)
+  _add_upcycle(commands)
+  _add_score(commands)
   _add_weights(commands)
   _add_bench(commands)
   _add_view(commands)
@@ -168,6 +170,72 @@ def _add_experiment(parser: argparse.ArgumentParser) -> None:
     default=[],
     metavar='PATH=VALUE',
     help='override a field, e.g. rl.steps=3; may be repeated',
+  )
+
+
+def _add_upcycle(commands: argparse._SubParsersAction) -> None:
+  parser = _command(
+    commands,
+    'upcycle',
+    _upcycle,
+    'make a mixture of experts of a dense model, which computes the same',
+  )
+  parser.add_argument(
+    'source', metavar='SRC', help='a dense model, as for convert'
+  )
+  parser.add_argument(
+    'destination', type=Path, metavar='DST', help='directory to make'
+  )
+  for name, default, text in (
+    ('experts', 8, 'experts of a layer'),
+    ('top-k', 2, 'experts of a token'),
+    ('granularity', 1, 'experts that a dense feed-forward is cut into'),
+    ('keep-dense', 0, 'leading layers that stay dense'),
+    ('seed', 0, 'of the router and the noise'),
+  ):
+    parser.add_argument(
+      f'--{name}',
+      type=int,
+      default=default,
+      metavar='N',
+      help=f'{text} (default: {default})',
+    )
+  parser.add_argument(
+    '--noise',
+    type=float,
+    default=0.0,
+    metavar='X',
+    help='of expert weights, in units of 1/sqrt(fan in): breaks the symmetry'
+    ' of the experts, and the equality with SRC (default: 0)',
+  )
+
+
+def _add_score(commands: argparse._SubParsersAction) -> None:
+  parser = _command(
+    commands, 'score', _score, 'logprob of each token of given lists, as JSON'
+  )
+  parser.add_argument(
+    '--checkpoint',
+    metavar='DIR',
+    required=True,
+    help="a model: Hugging Face's or our directory, a run's, a .gguf file, or"
+    ' smollm2',
+  )
+  parser.add_argument(
+    '--tokens',
+    type=Path,
+    metavar='FILE.json',
+    required=True,
+    help='a list of lists of token ids',
+  )
+  parser.add_argument(
+    '--experts', action='store_true', help='the experts of each token too'
+  )
+  parser.add_argument(
+    '--compute',
+    choices=('float32', 'bfloat16'),
+    default='float32',
+    help='of activations and products (default: float32)',
   )
 
 
@@ -293,6 +361,43 @@ def _convert(arguments: argparse.Namespace) -> int:
       report=report,
     )
   print(checkpoints.describe(source, arguments.destination))
+  return 0
+
+
+def _upcycle(arguments: argparse.Namespace) -> int:
+  from composer.model import checkpoints
+  from composer.model import upcycle
+
+  dense = checkpoints.open_source(arguments.source)
+  into = upcycle.Upcycling(
+    experts=arguments.experts,
+    experts_per_token=arguments.top_k,
+    granularity=arguments.granularity,
+    keep_dense=arguments.keep_dense,
+    noise=arguments.noise,
+    seed=arguments.seed,
+  )
+  source = upcycle.source(dense, into)
+  with _interruptible(), checkpoints.progress() as report:
+    checkpoints.convert(source, arguments.destination, 'ours', report=report)
+  print(checkpoints.describe(source, arguments.destination))
+  return 0
+
+
+def _score(arguments: argparse.Namespace) -> int:
+  from composer import score
+
+  tune_malloc()
+  default_platform()
+  with _interruptible():
+    print(
+      score.run(
+        arguments.checkpoint,
+        arguments.tokens,
+        experts=arguments.experts,
+        compute=arguments.compute,
+      )
+    )
   return 0
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import re
-from typing import Protocol
+from typing import Any, Protocol
 
 from composer.config import SessionConfig
 
@@ -73,10 +73,11 @@ class ToolSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """A tool call that can be executed."""
+  """A tool call that can be executed; `id` is the model's name for it."""
 
   name: str
-  arguments: Mapping[str, str | int]
+  arguments: Mapping[str, Any]
+  id: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +89,15 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Broken:
-  """An act that cannot be executed; `reason` is a word or two."""
+  """An act that cannot be executed.
+
+  `reason` is a word or two, `detail` says more; `id` as in `Call`.
+  """
 
   reason: str
   text: str
+  detail: str = ''
+  id: str = ''
 
 
 class Tokenizer(Protocol):
@@ -214,7 +220,8 @@ def render_restart(
   """The context after a summary: prompt <summary> summary state <end>.
 
   `summary` is what the model sampled; its tokens are carried as they are,
-  without the special ones (its <end>, and any that would forge a turn).
+  without the special ones (its <end>, and any that would forge a turn) and ids
+  of no token.
   `summaries` counts the summaries so far, this one included.
   """
   special = special_ids(tokenizer)
@@ -222,7 +229,7 @@ def render_restart(
   return [
     *prompt,
     tokenizer.token_id(SUMMARY),
-    *(i for i in summary if i not in special),
+    *(i for i in summary if i not in special and 0 <= i < tokenizer.vocab_size),
     *encode_text(tokenizer, state),
     tokenizer.token_id(END),
   ]
@@ -239,8 +246,12 @@ def summary_due(length: int, session: SessionConfig) -> bool:
   A turn takes at most <act>, the sampled act, an <end> if the act was cut, and
   the observation.
   """
-  turn = 2 + session.max_act_tokens + max(session.observation_tokens, 2)
-  return length + turn > session.context_tokens
+  return length + turn_tokens(session) > session.context_tokens
+
+
+def turn_tokens(session: SessionConfig) -> int:
+  """The most that one turn adds to a context."""
+  return 2 + session.max_act_tokens + max(session.observation_tokens, 2)
 
 
 def _spaced(text: str) -> str:
@@ -318,13 +329,14 @@ def _parse_text(text: str, tools: Sequence[ToolSpec]) -> Call | Text | Broken:
     return Broken('superfluous argument', text)
   arguments = {}
   for (name, kind), word in zip(spec.parameters, given, strict=True):
-    if not _fits(kind, word):
+    if not fits(kind, word):
       return Broken(f'bad {kind}', text)
     arguments[name] = int(word) if kind == 'integer' else word
   return Call(spec.name, arguments)
 
 
-def _fits(kind: str, word: str) -> bool:
+def fits(kind: str, word: str) -> bool:
+  """Whether a word can be an argument of a kind."""
   if kind == 'line':
     return bool(_LINE.fullmatch(word))
   if kind == 'integer':

@@ -138,7 +138,7 @@ def check_parallel(experiment: config.Experiment) -> None:
   require(
     experiment.numerics.mode != 'bitwise' or wide == 1,
     f'parallel.expert={parallel.expert} and parallel.context='
-    f'{parallel.context} with numerics.mode=\'bitwise\'',
+    f"{parallel.context} with numerics.mode='bitwise'",
     'rows of other devices would change the order of addition; leave both 1, or'
     ' set numerics.mode=fast',
   )

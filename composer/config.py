@@ -213,9 +213,12 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WeightsConfig:
-  form: str = 'bf16'
+  form: str = 'bf16'  # that trainer and engine compute from
+  also: str = ''  # another form that is published beside it
   base_every: int = 25  # versions between full bases
+  chain_ratio: float = 8.0  # bytes of deltas, over their base, before the next
   exchange: str = ''  # '' is file://<workdir>/exchange
+  cache: str = ''  # directory in which a rollout keeps weights; '' does not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +257,8 @@ class ParallelConfig:
 class Experiment:
   name: str
   seed: int = 0
-  tokenizer: str = ''  # path of tokenizer.json; '' is the built-in one
+  tokenizer: str = ''  # tokenizer file or its directory; '' is the built-in
+  template: str = ''  # how turns are written; '' is what the tokenizer tells
   init_from: str = ''  # a model to start from, as `composer convert` reads it
   model: ModelConfig = ModelConfig()
   numerics: NumericsConfig = NumericsConfig()
@@ -495,11 +499,22 @@ CHOICES: dict[str, tuple[str, ...]] = {
   'numerics.moe': ('dense', 'sorted'),
   'numerics.mla': ('absorbed', 'expanded', 'split'),
   'numerics.compute': ('float32', 'bfloat16'),
+  'template': (
+    '',
+    'compact',
+    'chatml',
+    'qwen3',
+    'qwen3-thinking',
+    'smollm2',
+    'kimi-k2',
+    'kimi-k2.5',
+  ),
   'tasks.kind': ('repair',),
   'machine.driver': ('namespace', 'process'),
   'rl.loss': ('clip', 'none', 'tis', 'icepop', 'cispo', 'gspo', 'decoupled'),
   'rl.lineage': ('drop', 'keep'),
-  'weights.form': ('bf16',),
+  'weights.form': ('bf16', 'nvfp4'),
+  'weights.also': ('', 'bf16', 'nvfp4'),
   'parallel.rules': ('train', 'folded'),
 }
 

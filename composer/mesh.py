@@ -153,6 +153,21 @@ def layout(
   return Layout(mesh, rules, parallel.chunk, parallel.slack)
 
 
+def train_layout(
+  numerics: config_lib.NumericsConfig,
+  mesh: Mesh,
+  parallel: config_lib.ParallelConfig,
+) -> Layout | None:
+  """How a training step is spread; None where a device computes it whole.
+
+  That is on one device, and in `bitwise`, where other devices' rows would
+  change the order of addition.
+  """
+  if numerics.mode == 'bitwise' or mesh.size == 1:
+    return None
+  return layout(mesh, parallel)
+
+
 def check_experts(layout: Layout, experts: int) -> int:
   """Experts that a device holds.
 
@@ -170,19 +185,20 @@ def check_experts(layout: Layout, experts: int) -> int:
   return experts // devices
 
 
-def check_batch(layout: Layout, what: str, rows: int, length: int) -> None:
+def check_batch(mesh: Any, what: str, rows: int, length: int) -> None:
   """Raises ValueError where a batch [rows, length] does not divide."""
-  across, halves = layout.size(*ROWS), 2 * layout.size('context')
-  if rows % across:
+  data, expert, context = (mesh.shape[axis] for axis in AXES)
+  if rows % (data * expert):
+    over = f'{data} x {expert} of data x expert' if expert > 1 else f'{data}'
     raise ValueError(
-      f'{what} has {rows} rows, which do not divide over {across} devices of'
-      f' data x expert ({layout.mesh.shape["data"]} x'
-      f' {layout.mesh.shape["expert"]}); choose a multiple of {across}'
+      f'{what}={rows} rows do not divide over {over} devices; choose a multiple'
+      f' of {data * expert}'
     )
-  if halves > 2 and length % halves:
+  if context > 1 and length % (2 * context):
     raise ValueError(
       f'{what} has rows of {length} tokens, which do not divide into'
-      f' 2 x parallel.context = {halves} chunks; choose a multiple of {halves}'
+      f' 2 x parallel.context = {2 * context} chunks; choose a multiple of'
+      f' {2 * context}'
     )
 
 

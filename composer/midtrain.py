@@ -16,20 +16,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
+import functools
 import time
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
 from composer import checkpoint
 from composer import config as config_lib
+from composer import mesh as mesh_lib
 from composer import optim
 from composer import params as params_lib
 from composer import records
+from composer.model import parallel
 from composer.model import transformer
 
 Array = jax.Array
@@ -43,7 +47,9 @@ Step = Callable[
 _MOST_SKIPPED = 10
 
 
-def next_token_loss(logprobs: Array, loss_mask: Array) -> Array:
+def next_token_loss(
+  logprobs: Array, loss_mask: Array, layout: mesh_lib.Layout | None = None
+) -> Array:
   """-(1/N) sum_t logprob_t over the mask; N is its number of tokens.
 
   N is that of the global batch, so neither the loss nor its gradient depends
@@ -52,12 +58,16 @@ def next_token_loss(logprobs: Array, loss_mask: Array) -> Array:
   Args:
     logprobs: [B, T], of each token given those before it.
     loss_mask: bool [B, T].
+    layout: static; these are one device's rows, and the result its summand.
 
   Returns:
     float32 []; 0 for an empty mask.
   """
   chex.assert_equal_shape([logprobs, loss_mask])
-  count = jnp.maximum(jnp.sum(loss_mask, dtype=jnp.float32), 1.0)
+  count = jnp.sum(loss_mask, dtype=jnp.float32)
+  if layout:
+    count = parallel.sum_rows(count)
+  count = jnp.maximum(count, 1.0)
   kept = jnp.where(loss_mask, logprobs.astype(jnp.float32), 0.0)
   return -jnp.sum(kept) / count
 
@@ -67,13 +77,16 @@ def loss_fn(
   batch: Mapping[str, Array],
   config: config_lib.ModelConfig,
   numerics: config_lib.NumericsConfig,
+  layout: mesh_lib.Layout | None = None,
 ) -> tuple[Array, Array]:
   """(loss [], load [L, E]) of a batch from `composer.data`.
 
   The forward computes with what would be published: the float32 masters
-  rounded to that form, the gradient passing straight through.
+  rounded to that form, the gradient passing straight through. With a layout,
+  parameters, batch and loss are one device's.
   """
-  params = params_lib.as_computed(transformer.spec(config), params)
+  if layout is None:
+    params = params_lib.as_computed(transformer.spec(config), params)
   tokens = batch['tokens']  # [B, T]
   output = transformer.forward(
     params,
@@ -82,7 +95,7 @@ def loss_fn(
     tokens,
     batch['segment_ids'],
     batch['positions'],
-    None,
+    layout=layout,
   )
   logprobs, _ = transformer.token_logprob(
     params,
@@ -91,8 +104,29 @@ def loss_fn(
     output.hidden,
     tokens,
     jnp.ones(tokens.shape, jnp.float32),
+    layout,
   )
-  return next_token_loss(logprobs, batch['loss_mask']), output.load
+  return next_token_loss(logprobs, batch['loss_mask'], layout), output.load
+
+
+def _spread_gradient(config, numerics, layout, params, batch):
+  """((loss, load), gradients) of a batch that lies over the layout's mesh."""
+  held = mesh_lib.partitions(transformer.spec(config), layout)
+  whole, rows = PartitionSpec(), PartitionSpec(mesh_lib.ROWS)
+
+  def local(params, batch):
+    (loss, load), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+      params, batch, config, numerics, layout
+    )
+    return (parallel.sum_rows(loss), load), grads
+
+  return jax.shard_map(
+    local,
+    mesh=layout.mesh,
+    in_specs=(held, rows),
+    out_specs=((whole, whole), held),
+    check_vma=False,
+  )(params, batch)
 
 
 def balance(bias: Array, load: Array, rate: float) -> Array:
@@ -151,14 +185,22 @@ def make_train_step(
   model: config_lib.ModelConfig,
   numerics: config_lib.NumericsConfig,
   config: config_lib.MidtrainConfig,
+  layout: mesh_lib.Layout | None = None,
 ) -> Step:
-  """Jitted `(state, batch) -> (state, metrics)`; the state is donated."""
+  """Jitted `(state, batch) -> (state, metrics)`; the state is donated.
+
+  With a layout, state and batch lie over its mesh, and a layer is gathered when
+  it computes; without one, wherever they lie, XLA decides.
+  """
   optimizer, rate = make_optimizer(config), learning_rate(config)
+  gradient = functools.partial(
+    jax.value_and_grad(loss_fn, has_aux=True), config=model, numerics=numerics
+  )
+  if layout is not None:
+    gradient = functools.partial(_spread_gradient, model, numerics, layout)
 
   def train_step(state, batch):
-    (loss, load), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-      state.params, batch, model, numerics
-    )
+    (loss, load), grads = gradient(state.params, batch)
     params, opt_state, stats = optim.apply(
       optimizer,
       state.params,
@@ -205,6 +247,7 @@ def run(
   place: Callable[[Mapping[str, np.ndarray]], Mapping[str, Array]] = dict,
   should_stop: Callable[[], bool] = lambda: False,
   resume: bool = False,
+  layout: mesh_lib.Layout | None = None,
 ) -> records.TrainState:
   """Runs the stage to its end, or on from its newest checkpoint.
 
@@ -218,6 +261,7 @@ def run(
     place: puts a batch on the devices.
     should_stop: asked after each step; true saves and ends the stage early.
     resume: continue from `directory` where it holds a checkpoint.
+    layout: see `make_train_step`.
 
   Returns:
     the state at the end.
@@ -234,6 +278,7 @@ def run(
     experiment.model,
     dataclasses.replace(experiment.numerics, mode='fast'),
     config,
+    layout,
   )
   pending, saving, skipped, since = None, None, 0, time.monotonic()
   stopped = False

@@ -132,7 +132,7 @@ def as_computed(spec: Any, params: Any) -> Any:
   """
 
   def round_through(s: ParamSpec, p: jax.Array) -> jax.Array:
-    return _straight_through(p, _round(p, s.published))
+    return straight_through(p, _round(p, s.published))
 
   return jax.tree.map(round_through, spec, params, is_leaf=is_spec)
 
@@ -151,11 +151,12 @@ def _round(p: jax.Array, dtype: Any) -> jax.Array:
 
 
 @jax.custom_vjp
-def _straight_through(p: jax.Array, rounded: jax.Array) -> jax.Array:
+def straight_through(p: jax.Array, rounded: jax.Array) -> jax.Array:
+  """`rounded`, with the gradient of `p`."""
   return rounded
 
 
-_straight_through.defvjp(
+straight_through.defvjp(
   lambda p, rounded: (rounded, None), lambda _, g: (g, jnp.zeros_like(g))
 )
 

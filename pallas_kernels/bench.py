@@ -185,7 +185,7 @@ def _grouped(shape: grouped_shapes.Shape) -> Iterator[Row]:
   )
   yield _timed(first, grouped_matmul.grouped_matmul, x, w, group_sizes)
   theirs = Row('grouped_matmul', shape.name, 'xla', **size)
-  if shape.flops < 1e12:  # it is a dense expansion: minutes beyond this
+  if shape.rows * shape.groups * shape.k < 5e9:  # it expands x for each group
     yield _timed(theirs, jax.lax.ragged_dot, x, w, group_sizes)
   yield from _stock(
     dataclasses.replace(theirs, who='jax mosaic'), x, w, group_sizes

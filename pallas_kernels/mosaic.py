@@ -130,9 +130,9 @@ def store_rows(source: Any, rows: Any, low: Any, count: Any, most: int) -> None:
 
 def load(ref: Any, layout: Any) -> Any:
   """Reads from memory into registers of this layout."""
-  if 'NotSpecified' in str(inspect.signature(plgpu.load).parameters['idx']):
-    return plgpu.load(ref, layout=layout, optimized=False)
-  return plgpu.load(ref, (), layout=layout, optimized=False)  # jax 0.10
+  index = inspect.signature(plgpu.load).parameters['idx']
+  needed = () if index.default is not index.empty else ((),)  # jax 0.10
+  return plgpu.load(ref, *needed, layout=layout, optimized=False)
 
 
 def cdiv(a: Any, b: int) -> Any:

@@ -54,8 +54,11 @@ class Output(typing.NamedTuple):
   load: jax.Array
 
 
-def forward(params, config, numerics, tokens, segment_ids, positions, experts):
-  del config, positions, experts
+def forward(
+  params, config, numerics, tokens, segment_ids, positions, layout=None
+):
+  del config, positions
+  assert layout is None
   assert numerics.mode == 'fast'
   embedded = params['embedding'][tokens]
   previous = jnp.pad(embedded, ((0, 0), (1, 0), (0, 0)))[:, :-1]
@@ -66,8 +69,10 @@ def forward(params, config, numerics, tokens, segment_ids, positions, experts):
   return Output(previous, load[None])
 
 
-def token_logprob(params, config, numerics, hidden, targets, temperatures):
-  del config, numerics
+def token_logprob(
+  params, config, numerics, hidden, targets, temperatures, layout
+):
+  del config, numerics, layout
   logits = hidden @ params['output'] / temperatures[..., None]
   logprobs = jax.nn.log_softmax(logits)
   entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, -1)

@@ -25,6 +25,7 @@ from composer import config as config_lib
 from composer import console
 from composer import evaluate
 from composer import groups
+from composer import leases
 from composer import metrics
 from composer import params as params_lib
 from composer import records
@@ -34,10 +35,10 @@ from composer.fleet import rollout
 from composer.fleet import start
 from composer.fleet import stopping
 from composer.fleet import workdir as workdir_lib
-from composer.inference import engine as engine_lib
 from composer.model import tokenizer as tokenizer_lib
 from composer.model import transformer
 from composer.rollout import scripted
+from composer.weights import forms
 from composer.weights import store
 from composer.weights import sync
 
@@ -78,7 +79,8 @@ def evaluate_params(
   params = jax.tree.map(np.asarray, jax.device_get(params))
   engine = rollout.engine(experiment)
   try:
-    engine.activate(version, engine_lib.widen(params))
+    computed = forms.computed(experiment.weights.form, params)
+    engine.activate(version, jax.block_until_ready(computed))
     engine.wait_active(version)
     return asyncio.run(
       _evaluate(experiment, engine, sessions, stop, engine.check)
@@ -241,7 +243,12 @@ def follow(
   """
   workdir_lib.join(experiment, workdir)
   kv = store.open_exchange(workdir_lib.exchange_url(experiment, workdir))
-  subscriber = sync.Subscriber(kv, experiment.weights.form)
+  form = experiment.weights.form
+  subscriber = sync.Subscriber(
+    kv,
+    form,
+    reader=(f'{experiment.fleet.cluster}.eval', leases.new_incarnation()),
+  )
   every = experiment.eval.every or math.inf
   seen = max(
     (line['step'] for line in metrics.read(workdir / 'eval')), default=-1
@@ -260,7 +267,7 @@ def follow(
       new = held is not None and held[0] > seen
       if new and (seen < 0 or finished or held[0] - seen >= every):
         seen = held[0]
-        params = params_lib.unnamed(held[1])
+        params = params_lib.unnamed(forms.widen(form, held[1]))
         count = experiment.eval.during_sessions
         for result in evaluate_params(experiment, params, seen, count, stop):
           writer.write(seen, result.scalars())

@@ -128,16 +128,13 @@ def _train(experiment, workdir, resume, stop, alone: bool) -> None:
 
 def _mesh(experiment: config_lib.Experiment) -> Mesh:
   """A mesh of all devices, over which the rows of a batch must divide."""
-  mesh = mesh_lib.make_mesh()
-  for path, rows in (
-    ('rl.micro_batch', experiment.rl.micro_batch),
-    ('midtrain.batch_size', experiment.midtrain.batch_size),
+  mesh = mesh_lib.make_mesh(parallel=experiment.parallel)
+  rl, mid = experiment.rl, experiment.midtrain
+  for path, rows, length in (
+    ('rl.micro_batch', rl.micro_batch, rl.sequence_length),
+    ('midtrain.batch_size', mid.batch_size, mid.sequence_length),
   ):
-    if rows % mesh.size:
-      raise ValueError(
-        f'{path}={rows} rows do not divide over {mesh.size} devices; choose a'
-        f' multiple of {mesh.size}'
-      )
+    mesh_lib.check_batch(mesh, path, rows, length)
   return mesh
 
 
@@ -164,7 +161,9 @@ def _midtrain(board, mesh, identity, resume, stop):
   experiment, config = board.experiment, board.experiment.midtrain
   tokenizer = tokenizer_lib.load(experiment.tokenizer)
   spec = transformer.spec(experiment.model)
-  by_name = mesh_lib.shardings(spec, mesh_lib.TRAIN_RULES, mesh)
+  by_name = mesh_lib.shardings(
+    spec, mesh_lib.RULES[experiment.parallel.rules], mesh
+  )
   params = start.params(experiment, by_name)
   state = midtrain.init_state(
     params, config, jax.random.key(experiment.seed + 1)
@@ -191,12 +190,15 @@ def _midtrain(board, mesh, identity, resume, stop):
       place=lambda batch: _place(mesh, batch),
       should_stop=lambda: processes.any_of(stop()),
       resume=resume,
+      layout=mesh_lib.train_layout(
+        experiment.numerics, mesh, experiment.parallel
+      ),
     )
 
 
 def _place(mesh: Mesh, batch: Any) -> Any:
   """Host arrays [B, T], equal in every process, onto the mesh by rows."""
-  rows = NamedSharding(mesh, PartitionSpec('data'))
+  rows = NamedSharding(mesh, PartitionSpec(mesh_lib.ROWS))
   return {
     name: jax.make_array_from_callback(
       np.shape(value), rows, lambda at, value=value: value[at]

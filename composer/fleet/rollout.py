@@ -16,6 +16,7 @@ import pathlib
 import threading
 import time
 
+import jax
 import numpy as np
 import tensorstore as ts
 
@@ -31,6 +32,7 @@ from composer.fleet import workdir as workdir_lib
 from composer.inference import engine as engine_lib
 from composer.model import tokenizer as tokenizer_lib
 from composer.rollout import schedule
+from composer.weights import forms
 from composer.weights import store
 from composer.weights import sync
 
@@ -184,7 +186,13 @@ def _guard(rollout: Rollout, act: Callable[[], None]) -> None:
 
 def _follow(rollout: Rollout) -> None:
   """Fetches every new version while the engine serves, and activates it."""
-  subscriber = sync.Subscriber(rollout.kv, rollout.experiment.weights.form)
+  weights = rollout.experiment.weights
+  subscriber = sync.Subscriber(
+    rollout.kv,
+    weights.form,
+    reader=(rollout.experiment.fleet.cluster, rollout.incarnation),
+    directory=weights.cache or None,
+  )
   well = time.monotonic()  # when the exchange was last seen in order
   while not rollout.stop():
     rollout.engine.check()
@@ -200,10 +208,11 @@ def _follow(rollout: Rollout) -> None:
       time.sleep(WEIGHTS_POLL_S)
       continue
     version, flat = update
-    widened = engine_lib.widen(params_lib.unnamed(flat))
-    rollout.engine.activate(version, widened)
+    widened = params_lib.unnamed(forms.widen(weights.form, flat))
+    rollout.engine.activate(version, jax.block_until_ready(widened))
     rollout.engine.wait_active(version)
     rollout.on_version(version, rollout.engine.stats.pause_s)
+    subscriber.save()
 
 
 def poll(

@@ -6,7 +6,7 @@ One turn, in six moves:
 2. judge them (stale, equal, lineage, ...), each consumed group frees a slot;
 3. now and then audit them: score at the version that sampled, and compare;
 4. gradient over micro-batches, one optimizer step;
-5. publish the new version, move the cursor;
+5. hand the new version over to be published, move the cursor;
 6. every so many steps a checkpoint, after which the groups that it contains are
    deleted from the exchange.
 
@@ -21,6 +21,7 @@ import dataclasses
 import pathlib
 import time
 from typing import Any
+import uuid
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,9 @@ from composer.rl import buffer
 from composer.rl import loss as loss_lib
 from composer.rl import pack as pack_lib
 from composer.rl import trainer as trainer_lib
+from composer.weights import forms
+from composer.weights import pieces
+from composer.weights import pipeline as pipeline_lib
 from composer.weights import sync
 from composer.weights import upkeep
 
@@ -67,7 +71,8 @@ class Trainer:
   done: int
   lanes: metrics.Lanes
   workdir: pathlib.Path
-  publisher: sync.Publisher | None = None  # of process 0
+  pipeline: pipeline_lib.Pipeline | None = None
+  watch: upkeep.Watch = dataclasses.field(default_factory=upkeep.Watch)
   published: dict[int, Any] = dataclasses.field(default_factory=dict)
   parsed: dict[str, records.Group] = dataclasses.field(default_factory=dict)
   cache: groups.Cache = dataclasses.field(default_factory=groups.Cache)
@@ -114,7 +119,12 @@ def begin(
   the stage was finished before, nothing is published.
   """
   step = trainer_lib.make_step(
-    experiment.model, experiment.numerics, experiment.rl, mesh
+    experiment.model,
+    experiment.numerics,
+    experiment.rl,
+    mesh,
+    experiment.parallel,
+    experiment.weights.form,
   )
   state = trainer_lib.init_state(
     params, experiment.rl, midtrain_step, jax.random.key(experiment.seed)
@@ -155,12 +165,11 @@ def begin(
 
 def _take_over(trainer: Trainer, resumed: bool) -> None:
   """Becomes the publisher, and publishes under a version never used before."""
-  restored, weights = trainer.version, trainer.experiment.weights
-  if processes.leads():
-    trainer.publisher = sync.Publisher(
-      trainer.kv, weights.form, weights.base_every
-    )
-  first = processes.share(trainer.publisher and trainer.publisher.next_version)
+  restored = trainer.version
+  publishers = _publishers(trainer)
+  nexts = [p.next_version for p in publishers.values()]
+  known = [version for version in nexts if version is not None]
+  first = processes.share(max(known, default=None))
   if first is None and resumed:
     raise ValueError(
       f'the checkpoint is at version {restored}, but the exchange holds no'
@@ -169,50 +178,121 @@ def _take_over(trainer: Trainer, resumed: bool) -> None:
   if first is not None:
     # Even a run that was killed before its first checkpoint has a lineage.
     trainer.ledger = buffer.abandon(trainer.ledger, restored, first - 1)
+  trainer.pipeline = pipeline_lib.Pipeline(
+    publishers,
+    together=jax.process_count() > 1,
+    after=lambda form, stats: _published(trainer, form, stats),
+  )
   publish(trainer, first or 0)
+  trainer.pipeline.flush()
+  record_published(trainer)
   if resumed:
     # The same weights, which groups in the queue were sampled from.
     trainer.published[restored] = trainer.published[trainer.version]
 
 
-def publish(trainer: Trainer, version: int) -> dict[str, float]:
-  """Publishes the state's parameters as `version`, and keeps them for audits."""
-  started = time.monotonic()
+def _publishers(trainer: Trainer) -> dict[str, sync.Publisher]:
+  """One for each form; every process uploads its part of each."""
+  weights = trainer.experiment.weights
+  start = processes.share(uuid.uuid4().hex)
+  return {
+    form: sync.Publisher(
+      trainer.kv,
+      form,
+      weights.base_every,
+      chain_ratio=weights.chain_ratio,
+      model=dataclasses.asdict(trainer.experiment.model),
+      host=jax.process_index(),
+      hosts=jax.process_count(),
+      incarnation=start,
+    )
+    for form in dict.fromkeys((weights.form, weights.also or weights.form))
+  }
+
+
+def publish(trainer: Trainer, version: int) -> None:
+  """Hands the state's parameters over as `version`, and keeps them for audits.
+
+  They are uploaded while the next step computes (`weights.pipeline`).
+  """
   published = trainer.step.publishable(trainer.state.params)
   trainer.published[version] = published
-  kept = trainer.experiment.rl.staleness + 2
-  for old in sorted(trainer.published)[:-kept]:
+  for old in sorted(trainer.published)[: -_kept(trainer)]:
     del trainer.published[old]
   trainer.state = trainer.state.replace(
     version=processes.place(
       jnp.asarray(version, jnp.int32), trainer.state.version.sharding
     )
   )
-  if trainer.publisher is None:
-    return {}
-  flat = {
-    name: np.asarray(value.addressable_data(0))
-    for name, value in params_lib.named(published).items()
-  }
-  with trainer.lanes.span('publish', f'version {version}'):
-    stats = trainer.publisher.publish(flat, version)
-  metrics.record_version(
-    trainer.workdir,
-    version,
-    kind=stats.kind,
-    bytes=stats.bytes,
-    full_bytes=stats.full_bytes,
-    ratio=stats.ratio,
-    seconds=stats.seconds,
+  assert trainer.pipeline is not None
+  trainer.pipeline.submit(
+    version, lambda form: _in_form(trainer, version, published, form)
   )
-  if stats.kind == 'base':
-    upkeep.collect(trainer.kv, trainer.experiment.weights.form, keep=kept)
-  return {
-    'weights/ratio': stats.ratio,
-    'weights/changed_share': stats.changed_share,
-    'weights/bytes': float(stats.bytes),
-    'weights/publish_s': time.monotonic() - started,
-  }
+
+
+def _kept(trainer: Trainer) -> int:
+  """Versions that may still be audited or sampled from."""
+  return trainer.experiment.rl.staleness + 2
+
+
+def _in_form(
+  trainer: Trainer, version: int, published: Any, form: str
+) -> pipeline_lib.Form:
+  """What this process uploads; called beside the next step."""
+  with trainer.lanes.span('publish', f'version {version}'):
+    mine, shapes = pieces.local(
+      params_lib.named(published), jax.process_index(), jax.process_count()
+    )
+    if shapes and form != 'bf16':
+      raise ValueError(
+        f'weights in {form} need whole matrices on every host, and'
+        f' {next(iter(shapes))} is sharded over several; publish bf16'
+      )
+    made = forms.publish(form, mine)
+    flat = {name: np.asarray(value) for name, value in made.items()}
+  return pipeline_lib.Form(flat, shapes)
+
+
+def _published(trainer: Trainer, form: str, stats: sync.PublishStats) -> None:
+  """After each publication, still beside the next step."""
+  trainer.lanes.finished(
+    'publish', stats.seconds, f'version {stats.version} {form}'
+  )
+  if stats.kind == 'base' and processes.leads():
+    upkeep.collect(trainer.kv, form, trainer.watch, keep=_kept(trainer))
+
+
+def record_published(trainer: Trainer) -> dict[str, float]:
+  """Notes what was published since the last call; scalars of the newest.
+
+  Raises:
+    PublisherFenced, OSError, TimeoutError: a version could not be published.
+  """
+  if trainer.pipeline is None:
+    return {}
+  scalars: dict[str, float] = {}
+  for form, stats, waited in (
+    (item.form, item.stats, item.waited_s)
+    for item in trainer.pipeline.finished()
+  ):
+    if form != trainer.experiment.weights.form or not processes.leads():
+      continue
+    metrics.record_version(
+      trainer.workdir,
+      stats.version,
+      kind=stats.kind,
+      bytes=stats.bytes,
+      full_bytes=stats.full_bytes,
+      ratio=stats.ratio,
+      seconds=stats.seconds,
+    )
+    scalars = {
+      'weights/ratio': stats.ratio,
+      'weights/changed_share': stats.changed_share,
+      'weights/bytes': float(stats.bytes),
+      'weights/publish_s': waited + stats.seconds,
+    }
+  return scalars
 
 
 def write_cursor(trainer: Trainer, finished: bool = False) -> None:
@@ -246,6 +326,8 @@ def wait_for_groups(
   """
   quiet, known = time.monotonic(), 0
   while not processes.any_of(stop()):
+    if trainer.pipeline is not None:
+      trainer.pipeline.check()
     chosen = _select(trainer) if processes.leads() else None
     told = processes.share(chosen and _told(trainer, chosen))
     if told is not None:
@@ -333,7 +415,10 @@ def train_step(trainer: Trainer, selection: buffer.Selection) -> Done:
   consumed = [trainer.parsed.pop(gid, None) for gid in selection.verdicts]
   scalars.update(_rewards([group for group in consumed if group]))
   if scalars.get('train/skipped') == 0:
-    scalars.update(publish(trainer, trainer.version + 1))
+    handed = time.monotonic()
+    publish(trainer, trainer.version + 1)
+    scalars['weights/blocked_s'] = time.monotonic() - handed
+  scalars.update(record_published(trainer))
   trainer.done += 1
   if processes.leads():
     write_cursor(trainer)
@@ -469,6 +554,11 @@ def check_books(trainer: Trainer) -> str | None:
 def save(trainer: Trainer) -> None:
   """Starts a checkpoint; groups that an earlier one contains are deleted."""
   finish_saving(trainer)
+  if trainer.pipeline is not None:
+    # HEAD is never behind a checkpoint, from which a resumed run tells what
+    # was published after it.
+    trainer.pipeline.flush()
+    record_published(trainer)
   trainer.deletable = buffer.consumed(trainer.ledger)
   trainer.saving = checkpoint.save(
     trainer.directory,
@@ -517,5 +607,8 @@ def run(
       save(trainer)
   save(trainer)
   finish_saving(trainer)
+  if trainer.pipeline is not None:
+    trainer.pipeline.close()
+    trainer.pipeline = None
   if processes.leads():
     write_cursor(trainer, trainer.finished)

@@ -18,7 +18,15 @@ DONE = 'done'  # written when the run has finished
 RESULTS = 'results.json'  # what evaluations found so far; survives a kill
 
 # A process that joins a run may differ in how it runs, not in what.
-OWN = ('machine.', 'engine.', 'eval.', 'fleet.', 'checkpoint.', 'weights.exch')
+OWN = (
+  'machine.',
+  'engine.',
+  'eval.',
+  'fleet.',
+  'checkpoint.',
+  'weights.exch',
+  'weights.cache',
+)
 
 
 def exchange_url(

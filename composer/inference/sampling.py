@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from composer import config as config_lib
+from composer import mesh as mesh_lib
 from composer.model import layers
 from composer.model import transformer
 
@@ -61,7 +62,12 @@ def sample_rows(
   return layers.map_rows(rows, numerics, hidden, temperature, seeds, positions)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3,))
+@functools.partial(
+  jax.jit,
+  static_argnums=(0, 1),
+  static_argnames=('layout',),
+  donate_argnums=(3,),
+)
 def engine_step(
   config: config_lib.ModelConfig,
   numerics: config_lib.NumericsConfig,
@@ -72,6 +78,7 @@ def engine_step(
   table: Array,
   temperature: Array,
   seeds: Array,
+  layout: mesh_lib.Layout | None = None,
 ) -> tuple[Array, Array, Array, transformer.Cache]:
   """One engine step over N rows.
 
@@ -83,6 +90,7 @@ def engine_step(
     table: int32 [N, M].
     temperature: float32 [N].
     seeds: uint32 [N].
+    layout: static; see `transformer.step`.
 
   Returns:
     (next token int32 [N], its logprob float32 [N], experts int16 [N, L, K],
@@ -90,7 +98,7 @@ def engine_step(
     caller.
   """
   hidden, experts, cache = transformer.step(
-    params, config, numerics, cache, tokens, positions, table
+    params, config, numerics, cache, tokens, positions, table, layout
   )
   norm, unembed = params['final_norm'], transformer.unembedding(params)
   drawn = sample_rows(

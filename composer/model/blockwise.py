@@ -265,9 +265,7 @@ def _attend_backward(shape, residuals, gradient):
     dk = _product('bgnqs,bqgnd->bsgd', dscores, query)
     up_more, source_more = pull((dk.astype(k.dtype), dv.astype(v.dtype)))
     dq = _put(dq, _at(dq, pair[0]) + more, pair[0])
-    dsource = _put(
-      dsource, _add(_at(dsource, pair[1]), source_more), pair[1]
-    )
+    dsource = _put(dsource, _add(_at(dsource, pair[1]), source_more), pair[1])
     return (dq, dsource, _add(dup, up_more)), None
 
   start = _zeros((blocks.q, blocks.source, up))

@@ -301,9 +301,7 @@ def _one_chunk_gradient(sizes, weights, x, experts, gates, dy, sums):
     rows = _send(sizes, arrived, x[source // k])
     cotangents = _send(sizes, arrived, dy[source // k])
     gate = _send(sizes, arrived, gates.reshape(-1)[source][..., None])
-    out, pull = jax.vjp(
-      functools.partial(_products, arrived), weights, rows
-    )
+    out, pull = jax.vjp(functools.partial(_products, arrived), weights, rows)
     wide = cotangents.astype(jnp.float32)
     dgate = jnp.sum(out * wide, axis=-1, keepdims=True)  # [P C, 1]
     scaled = jnp.where(arrived.real, gate * wide, 0).astype(out.dtype)

@@ -19,6 +19,7 @@ import numpy as np
 
 from composer import config as config_lib
 from composer import params as params_lib
+from pallas_kernels import dispatch
 
 Array = jax.Array
 CACHE_ROWS = 256  # rows of a block that `fast` computes at once on a CPU
@@ -57,7 +58,7 @@ def map_rows(
 def in_cache(fn: Callable[..., Any], block: int, *arrays: Array) -> Any:
   """fn over blocks of the leading axis whose intermediates fit a CPU's cache."""
   rows = arrays[0].shape[0]
-  if jax.default_backend() != 'cpu' or rows % block or rows < 2 * block:
+  if dispatch.platform() != 'cpu' or rows % block or rows < 2 * block:
     return fn(*arrays)
   return in_blocks(fn, block, *arrays)
 

@@ -227,9 +227,7 @@ def moe(
   if layout is None:
     out = EXPERTS[implementation](p, h, routed)
   else:
-    out = exchange.experts_exchanged(
-      layout, p, h, routed.experts, routed.gates
-    )
+    out = exchange.experts_exchanged(layout, p, h, routed.experts, routed.gates)
   if config.shared_experts:
     out = out + layers.gated(h, p['shared_gate_up']) @ p['shared_down']
   return x + out, routed.experts, routed.native

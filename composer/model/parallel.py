@@ -63,8 +63,8 @@ def gather(
   def one(path, s: ParamSpec, shard: Array) -> Array:
     name = str(path[-1].key)
     wide = name.endswith('norm') or name.startswith('router')
-    whole = _gather(layout, s, shard)
-    return whole.astype(jnp.float32 if wide else layers.dtype(numerics))
+    kind = jnp.float32 if wide else layers.dtype(numerics)
+    return _gather(layout, s, kind, shard)
 
   return jax.tree_util.tree_map_with_path(
     one, spec, shards, is_leaf=params_lib.is_spec
@@ -82,23 +82,22 @@ def one_layer(spec: Any) -> Any:
   )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather(layout: Layout, spec: ParamSpec, shard: Array) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gather(layout: Layout, spec: ParamSpec, kind: Any, shard: Array) -> Array:
+  # What a gradient is rounded to is `kind`, and not the form that travels.
   whole = params_lib.published(spec, shard)
   for dim, axes in _sharded_dims(layout, spec):
     if layout.size(*axes) > 1:
       whole = jax.lax.all_gather(whole, axes, axis=dim, tiled=True)
   # Experts stay where they are: `_sharded_dims` leaves their axes out.
-  return whole
+  return whole.astype(kind)
 
 
 def _sharded_dims(
   layout: Layout, spec: ParamSpec
 ) -> list[tuple[int, tuple[str, ...]]]:
   """(dimension, mesh axes) over which a parameter is gathered."""
-  parts = mesh_lib.partition(
-    spec, mesh_lib.RULES[layout.rules], layout.mesh
-  )
+  parts = mesh_lib.partition(spec, mesh_lib.RULES[layout.rules], layout.mesh)
   found = []
   for dim, axes in enumerate(parts):
     if axes is not None and spec.axes[dim] != 'expert':
@@ -106,11 +105,12 @@ def _sharded_dims(
   return found
 
 
-def _gather_forward(layout, spec, shard):
-  return _gather(layout, spec, shard), jnp.zeros((0,), shard.dtype)
+def _gather_forward(layout, spec, kind, shard):
+  return _gather(layout, spec, kind, shard), jnp.zeros((0,), shard.dtype)
 
 
-def _gather_backward(layout, spec, like, gradient):
+def _gather_backward(layout, spec, kind, like, gradient):
+  del kind
   if not spec.trained:
     # No gradient is wanted; the router's bias has none, it only selects.
     shape = list(spec.shape)
@@ -138,13 +138,14 @@ _gather.defvjp(_gather_forward, _gather_backward)
 def embed(
   layout: Layout, spec: ParamSpec, shard: Array, tokens: Array
 ) -> Array:
-  """Rows of the embedding, in its published form: tokens [...] -> [..., D]."""
+  """Rows of the embedding, published and widened: tokens [...] -> [..., D]."""
   return _embed(layout, spec, shard, tokens)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _embed(layout, spec, shard, tokens):
-  return _gather(layout, spec, shard)[tokens]
+  rows = _gather(layout, spec, spec.published, shard)[tokens]
+  return rows.astype(jnp.float32)
 
 
 def _embed_forward(layout, spec, shard, tokens):
@@ -159,7 +160,7 @@ def _embed_backward(layout, spec, residuals, gradient):
   tokens, like = residuals
   flat = gradient.reshape(-1, gradient.shape[-1]).astype(jnp.float32)
   whole = jnp.zeros(spec.shape, jnp.float32).at[tokens.reshape(-1)].add(flat)
-  return *_gather_backward(layout, spec, like, whole), None
+  return *_gather_backward(layout, spec, None, like, whole), None
 
 
 _embed.defvjp(_embed_forward, _embed_backward)
@@ -246,11 +247,11 @@ def _spread_backward(layout, _, gradient):
 _spread.defvjp(lambda layout, x: (_collect(layout, x), None), _spread_backward)
 
 
-def sum_rows(layout: Layout, x: Array) -> Array:
+def sum_rows(x: Array) -> Array:
   """Sum over the devices that hold different rows."""
   return jax.lax.psum(x, mesh_lib.ROWS)
 
 
-def sum_tokens(layout: Layout, x: Array) -> Array:
+def sum_tokens(x: Array) -> Array:
   """Sum over all devices, of which each holds different tokens."""
   return jax.lax.psum(x, mesh_lib.AXES)

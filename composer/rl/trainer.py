@@ -10,7 +10,9 @@ twice. Their gradients add up, since every token carries its weight 1/N:
 `score` gives the trainer's logprobs at any parameters, with routes replayed or
 native; audits and the reference of the KL term use it. With more than one
 device the rows of a micro-batch lie on different devices and gradients are
-summed over them; the result depends on neither.
+summed over them; the result depends on neither. In `bitwise` every device first
+gathers the whole model; in `fast` it does so layer by layer, experts stay on
+their devices, and a row may be spread over several (`composer.mesh`).
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ from composer import mesh as mesh_lib
 from composer import optim
 from composer import params as params_lib
 from composer import records
+from composer.model import parallel
 from composer.model import transformer
 from composer.rl import loss as loss_lib
+from composer.weights import forms
 
 Array = jax.Array
 Batch = records.Batch
@@ -57,6 +61,7 @@ class Step:
   """The jitted functions of one experiment on one mesh."""
 
   mesh: Mesh
+  layout: mesh_lib.Layout | None
   gradient: Callable[[Any, Batch], tuple[Any, dict[str, Array]]]
   add: Callable[[Any, Any], Any]
   update: Callable[[Any, Any], tuple[Any, dict[str, Array]]]
@@ -96,13 +101,17 @@ def loss_fn(
   model: config_lib.ModelConfig,
   numerics: config_lib.NumericsConfig,
   config: config_lib.RLConfig,
+  layout: mesh_lib.Layout | None = None,
+  form: str = 'bf16',
 ) -> tuple[Array, dict[str, Array]]:
   """Loss of one micro-batch and the sums of its metrics.
 
   Args:
     params: float32 masters; the forward rounds them to the published form.
     batch: packed, [B, T].
-    model, numerics, config: static.
+    model, numerics, config, form: static.
+    layout: static; `params` and `batch` then are one device's, and so is the
+      loss, which its devices of `context` have in common.
 
   Returns:
     (loss [], sums); both add up over micro-batches. `sums` holds too:
@@ -111,7 +120,7 @@ def loss_fn(
   """
   chex.assert_equal_shape([batch.tokens, batch.loss_mask, batch.advantages])
   spec = transformer.spec(model)
-  computed = params_lib.as_computed(spec, params)
+  computed = params if layout else forms.as_computed(form, spec, params)
   replay = batch.experts if config.router_replay else None
   output = transformer.forward(
     computed,
@@ -122,9 +131,16 @@ def loss_fn(
     batch.positions,
     replay,
     config.plausibility,
+    layout,
   )
   logprobs, entropy = transformer.token_logprob(
-    computed, model, numerics, output.hidden, batch.tokens, batch.temperatures
+    computed,
+    model,
+    numerics,
+    output.hidden,
+    batch.tokens,
+    batch.temperatures,
+    layout,
   )
   loss, sums = loss_lib.policy_loss(config.loss)(
     logprobs,
@@ -140,20 +156,31 @@ def loss_fn(
       entropy=jax.lax.stop_gradient(entropy),
     ),
   )
-  known = jnp.all(batch.experts >= 0, axis=-1)  # [B, T, L]
-  same = jnp.all(batch.experts == output.experts, axis=-1)
-  real = known & (batch.segment_ids > 0)[..., None]
-  sums['replayed'] = jnp.sum(real & same, dtype=jnp.float32)
-  sums['not_replayed'] = jnp.sum(real & ~same, dtype=jnp.float32)
+  sums |= _replayed(batch, output.experts, layout)
   sums['loss'] = loss
   return loss, sums
 
 
+def _replayed(batch: Batch, used: Array, layout) -> dict[str, Array]:
+  """How many known routes were used and were not; over `context` too."""
+  wanted, segment_ids = batch.experts, batch.segment_ids
+  if layout:
+    wanted, segment_ids = (
+      parallel.own(layout, a) for a in (wanted, segment_ids)
+    )
+  known = jnp.all(wanted >= 0, axis=-1)  # [B, T, L]
+  same = jnp.all(wanted == used, axis=-1)
+  real = known & (segment_ids > 0)[..., None]
+  counts = {'replayed': real & same, 'not_replayed': real & ~same}
+  counts = {n: jnp.sum(c, dtype=jnp.float32) for n, c in counts.items()}
+  return jax.lax.psum(counts, 'context') if layout else counts
+
+
 def _psum(sums: dict[str, Array]) -> dict[str, Array]:
-  """Adds metrics over devices; `max_*` take the maximum."""
+  """Adds metrics over devices of other rows; `max_*` take the maximum."""
   return {
     name: (jax.lax.pmax if name.startswith('max_') else jax.lax.psum)(
-      value, 'data'
+      value, mesh_lib.ROWS
     )
     for name, value in sums.items()
   }
@@ -164,47 +191,45 @@ def make_step(
   numerics: config_lib.NumericsConfig,
   config: config_lib.RLConfig,
   mesh: Mesh | None = None,
+  parallel_config: config_lib.ParallelConfig | None = None,
+  form: str = 'bf16',
 ) -> Step:
-  """Compiles the step's functions for a mesh (one device where None)."""
+  """Compiles the step's functions for a mesh (one device where None).
+
+  `form` is what the forward computes from, a name of `weights.forms`.
+  """
   mesh = mesh_lib.make_mesh(jax.devices()[:1]) if mesh is None else mesh
+  parallel_config = parallel_config or config_lib.ParallelConfig()
+  layout = mesh_lib.train_layout(numerics, mesh, parallel_config)
+  rules = mesh_lib.RULES[parallel_config.rules]
+  if layout and form != 'bf16':
+    raise ValueError(
+      f'weights.form={form!r} is computed with whole matrices, and numerics.mode='
+      f'{numerics.mode!r} over {mesh.size} devices shards them; use bf16, or'
+      ' numerics.mode=bitwise'
+    )
   spec = transformer.spec(model)
-  by_name = mesh_lib.shardings(spec, mesh_lib.TRAIN_RULES, mesh)
+  by_name = mesh_lib.shardings(spec, rules, mesh)
   whole = NamedSharding(mesh, PartitionSpec())
-  rows = PartitionSpec('data')
+  rows = PartitionSpec(mesh_lib.ROWS)
+  held = mesh_lib.partitions(spec, layout) if layout else PartitionSpec()
   optimizer = make_optimizer(config)
 
   def local_gradient(params, batch):
     (_, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-      params, batch, model, numerics, config
+      params, batch, model, numerics, config, layout, form
     )
-    return jax.lax.psum(grads, 'data'), _psum(sums)
+    # With a layout, gradients are summed and scattered where they are made.
+    grads = grads if layout else jax.lax.psum(grads, mesh_lib.ROWS)
+    return grads, _psum(sums)
 
-  def local_score(params, batch, replay):
-    experts = jnp.where(replay, batch.experts, -1)
-    output = transformer.forward(
-      params,
-      model,
-      numerics,
-      batch.tokens,
-      batch.segment_ids,
-      batch.positions,
-      experts,
-    )
-    logprobs, entropy = transformer.token_logprob(
-      params, model, numerics, output.hidden, batch.tokens, batch.temperatures
-    )
-    return Scored(logprobs, entropy, output.experts, output.native)
-
+  local_score = functools.partial(_local_score, model, numerics, layout)
   over_rows = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
   sharded_gradient = over_rows(
-    local_gradient,
-    in_specs=(PartitionSpec(), rows),
-    out_specs=PartitionSpec(),
+    local_gradient, in_specs=(held, rows), out_specs=(held, PartitionSpec())
   )
   sharded_score = over_rows(
-    local_score,
-    in_specs=(PartitionSpec(), rows, PartitionSpec()),
-    out_specs=rows,
+    local_score, in_specs=(held, rows, PartitionSpec()), out_specs=rows
   )
 
   def update(state, grads):
@@ -219,6 +244,7 @@ def make_step(
 
   return Step(
     mesh=mesh,
+    layout=layout,
     gradient=jax.jit(sharded_gradient, out_shardings=(by_name, whole)),
     add=jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0),
     update=jax.jit(update, donate_argnums=0),
@@ -227,7 +253,7 @@ def make_step(
     ),
     score=jax.jit(
       lambda params, batch, replay: sharded_score(
-        params_lib.widen(params), batch, replay
+        forms.computed(form, params), batch, replay
       ),
       out_shardings=NamedSharding(mesh, rows),
     ),
@@ -237,15 +263,37 @@ def make_step(
   )
 
 
+def _local_score(model, numerics, layout, params, batch, replay) -> Scored:
+  """What one device scores: its rows, whole."""
+  output = transformer.forward(
+    params,
+    model,
+    numerics,
+    batch.tokens,
+    batch.segment_ids,
+    batch.positions,
+    jnp.where(replay, batch.experts, -1),
+    layout=layout,
+  )
+  logprobs, entropy = transformer.token_logprob(
+    params,
+    model,
+    numerics,
+    output.hidden,
+    batch.tokens,
+    batch.temperatures,
+    layout,
+  )
+  routes = (output.experts, output.native)
+  if layout:
+    routes = tuple(parallel.whole(layout, a) for a in routes)
+  return Scored(logprobs, entropy, *routes)
+
+
 def place(step: Step, batch: Batch) -> Batch:
   """Host arrays [B, T, ...], equal in every process, onto the mesh by rows."""
-  devices = step.mesh.shape['data']
-  if batch.tokens.shape[0] % devices:
-    raise ValueError(
-      f'rl.micro_batch={batch.tokens.shape[0]} rows do not divide over'
-      f' {devices} devices; choose a multiple of {devices}'
-    )
-  sharding = NamedSharding(step.mesh, PartitionSpec('data'))
+  mesh_lib.check_batch(step.mesh, 'rl.micro_batch', *batch.tokens.shape)
+  sharding = NamedSharding(step.mesh, PartitionSpec(mesh_lib.ROWS))
 
   def put(x):
     return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])

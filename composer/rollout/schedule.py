@@ -183,6 +183,10 @@ class Scheduler:
   async def _fill(self) -> None:
     """Claims draws while sessions may be added."""
     rl = self._experiment.rl
+    # Weights are published beside the trainer's next step and may come after
+    # its cursor; what older ones would sample is stale before it begins.
+    if self._version() < self._cursor.version - rl.staleness:
+      return
     limit = leases.admission_limit(
       self._cursor.consumed, rl.staleness, rl.groups_per_step
     )

@@ -2,17 +2,19 @@
 
 `run_session` acquires a machine, renders the prompt, and turns:
 
-  1. open a turn and sample an act;
-  2. parse it; execute the tool in the machine, or answer what was wrong;
+  1. open a turn and sample it;
+  2. parse it; execute its calls in the machine, or answer what was wrong;
   3. append the observation, and go on with everything so far as the context.
+
+How turns are written and read is the template's (`composer.templates`).
 
 A context that one more turn could take past `session.context_tokens` is
 summarised first: the model writes a summary, and goes on in a new segment that
 holds the prompt, the summary and the state. The machine goes on as it is. The
-session ends when a tool says so ('finished'), or when a budget is spent:
-'turns', 'seconds' (those that its own tools took), 'context' (a summary would be
-needed and none is left, or the engine's context is full). Every end is graded
-alike, in a second, clean machine.
+session ends when a tool says so or a chat model calls none ('finished'), or
+when a budget is spent: 'turns', 'seconds' (those that its own tools took),
+'context' (a summary would be needed and none is left, or the engine's context is
+full). Every end is graded alike, in a second, clean machine.
 
 Three kinds of trouble are kept apart:
   - what the model did wrong is answered, kept and graded;
@@ -34,10 +36,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from composer import chat
+from composer import templates
 from composer.config import Experiment
 from composer.environments.machines import MachineError
 from composer.environments.tasks import repair
 from composer.environments.tools import TOOLS
+from composer.model import vocabularies
 from composer.records import Completion
 from composer.records import EngineError
 from composer.records import Sampler
@@ -50,6 +54,9 @@ from composer.rewards import combine
 from composer.rewards.verify import grade
 from composer.rollout.recorder import BadCompletion
 from composer.rollout.recorder import Recorder
+from composer.templates.protocol import Answer
+from composer.templates.protocol import Reply
+from composer.templates.protocol import Template
 
 T = TypeVar('T')
 
@@ -88,7 +95,8 @@ class _Job:
   seed: int
   provenance: Mapping[str, Any]
   specs: tuple[chat.ToolSpec, ...]
-  end: int  # id of <end>
+  template: Template
+  stops: tuple[int, ...]  # ids that end a sampled turn, the right one first
 
 
 @dataclasses.dataclass
@@ -143,13 +151,16 @@ async def run_session(
 
   Raises:
     SessionFailed: infrastructure failed `RETRIES` + 1 times.
-    ValueError: the prompt leaves no room for a turn.
+    ValueError: the prompt leaves no room for a turn, or the tokenizer is not
+      of the model or of the template.
   """
   if task.kind not in LISTINGS:
     raise ValueError(
       f'task {task.id} has kind {task.kind!r}; the known kinds are'
       f' {", ".join(LISTINGS)}'
     )
+  template = templates.choose(experiment.template, tokenizer)
+  vocabularies.check_embedding(tokenizer, experiment.model.vocab_size)
   job = _Job(
     sampler=sampler,
     pool=pool,
@@ -161,7 +172,8 @@ async def run_session(
     seed=seed,
     provenance=provenance,
     specs=tuple(TOOLS[name].spec for name in task.tools),
-    end=tokenizer.token_id(chat.END),
+    template=template,
+    stops=template.stops(tokenizer),
   )
   for attempt in range(RETRIES + 1):
     try:
@@ -240,10 +252,10 @@ async def _attempt(job: _Job, attempt: int) -> Trajectory:
 def _begin(job: _Job) -> _State:
   task, session = job.task, job.experiment.session
   listing = LISTINGS[task.kind](task)
-  prompt = chat.render_prompt(
+  prompt = job.template.render_prompt(
     job.tokenizer, job.specs, task.instruction, listing
   )
-  if chat.summary_due(len(prompt), session):
+  if _summary_due(job, prompt):
     raise ValueError(
       f'task {task.id}: its prompt of {len(prompt)} tokens and one turn do not'
       f' fit session.context_tokens={session.context_tokens}; raise it'
@@ -323,7 +335,7 @@ async def _loop(job: _Job, state: _State, machine: Any) -> str:
       return 'turns'
     if state.tool_seconds >= session.max_seconds:
       return 'seconds'
-    if not chat.summary_due(len(state.context), session):
+    if not _summary_due(job, state.context):
       ended = await _turn(job, state, machine)
     elif state.summaries < session.max_summaries:
       ended = await _summarise(job, state)
@@ -333,71 +345,90 @@ async def _loop(job: _Job, state: _State, machine: Any) -> str:
       return ended
 
 
+def _summary_due(job: _Job, context: Sequence[int]) -> bool:
+  """Whether one more turn could take the context too far."""
+  session = job.experiment.session
+  turn = job.template.turn_tokens(job.tokenizer, job.specs, session)
+  return len(context) + turn > session.context_tokens
+
+
 async def _turn(job: _Job, state: _State, machine: Any) -> str:
-  """One act and its observation; returns why the session ended, or ''."""
-  session, tokenizer = job.experiment.session, job.tokenizer
+  """A turn and its observation; returns why the session ended, or ''."""
+  session, template = job.experiment.session, job.template
   start = len(state.context)
-  state.context += chat.open_turn(tokenizer)
+  state.context += template.open_turn(job.tokenizer)
   completion, seconds = await _sample(job, state, session.max_act_tokens)
   sampled = completion.tokens.tolist()
-  act = chat.parse_act(tokenizer, sampled, job.specs)
+  reply = template.parse(job.tokenizer, sampled, job.specs)
   state.acts += 1
-  state.calls += not isinstance(act, chat.Text)
-  kind, shown = _readable(act)
+  state.calls += len(reply.acts)
+  kind, shown = _readable(reply)
   _add_turn(state, kind, shown, start, seconds)
   if completion.stop_reason == 'context':
     return 'context'
-  if sampled[-1:] != [job.end]:
-    state.context.append(job.end)
-  text, ends, seconds = await _answer(job, state, machine, act)
+  state.context += template.close_turn(job.tokenizer, sampled)
+  if not reply.acts and template.text_ends:
+    return 'finished'
+  answers, ends, seconds = await _answer(job, state, machine, reply)
   start = len(state.context)
-  state.context += chat.render_observation(
-    tokenizer, text, session.observation_tokens
+  state.context += template.render_observation(
+    job.tokenizer, answers, session.observation_tokens
   )
-  _add_turn(state, 'observation', text.strip(), start, seconds)
+  text = '\n'.join(answer.text.strip() for answer in answers)
+  _add_turn(state, 'observation', text, start, seconds)
   return 'finished' if ends else ''
 
 
 async def _answer(
-  job: _Job,
-  state: _State,
-  machine: Any,
-  act: chat.Call | chat.Text | chat.Broken,
-) -> tuple[str, bool, float]:
-  """(observation, whether the session ends, seconds) of an act."""
-  if isinstance(act, chat.Text):
-    return '', False, 0.0
-  if isinstance(act, chat.Broken):
-    return chat.error_text(act), False, 0.0
-  mark = time.perf_counter()
-  result = await _within(
-    job.experiment.session.max_seconds,
-    TOOLS[act.name].run(machine, job.task, act.arguments),
-    f'tool {act.name}',
-  )
-  seconds = time.perf_counter() - mark
-  state.timings['tools'] += seconds
-  state.tool_seconds += result.seconds
-  return result.text, result.ends, seconds
+  job: _Job, state: _State, machine: Any, reply: Reply
+) -> tuple[list[Answer], bool, float]:
+  """(answers, whether the session ends, seconds) of the acts of a turn.
+
+  They are executed in order, up to the one that ends the session. A note is
+  answered by nothing.
+  """
+  answers, total = [], 0.0
+  for act in reply.acts:
+    if isinstance(act, chat.Broken):
+      answers.append(Answer(job.template.error_text(act), '', act.id))
+      continue
+    mark = time.perf_counter()
+    result = await _within(
+      job.experiment.session.max_seconds,
+      TOOLS[act.name].run(machine, job.task, act.arguments),
+      f'tool {act.name}',
+    )
+    seconds = time.perf_counter() - mark
+    total += seconds
+    state.timings['tools'] += seconds
+    state.tool_seconds += result.seconds
+    answers.append(Answer(result.text, act.name, act.id))
+    if result.ends:
+      return answers, True, total
+  return answers or [Answer('')], False, total
 
 
 async def _summarise(job: _Job, state: _State) -> str:
   """Replaces the context by a summary of it; returns why it ended, or ''."""
   session, tokenizer = job.experiment.session, job.tokenizer
-  start = len(state.context)
-  state.context += chat.open_summary(tokenizer)
+  template, end = job.template, job.stops[0]
+  asked = template.open_summary(tokenizer, state.context)
+  if len(asked) + session.summary_tokens > job.experiment.engine.max_context:
+    return 'context'  # the last summary was so long that none fits behind it
+  start = len(asked) - len(template.open_summary(tokenizer, []))
+  state.context = asked
   completion, seconds = await _sample(job, state, session.summary_tokens)
   sampled = completion.tokens.tolist()
   state.summaries += 1
-  text = chat.decode(tokenizer, sampled).strip()
-  if completion.stop_reason != 'context' and sampled[-1:] != [job.end]:
-    state.context.append(job.end)
-    state.recorder.append([job.end])
+  text = template.summary_text(tokenizer, sampled)
+  if completion.stop_reason != 'context' and sampled[-1:] != [end]:
+    state.context.append(end)
+    state.recorder.append([end])
   _add_turn(state, 'summary', text, start, seconds)
   if completion.stop_reason == 'context':
     return 'context'
   left = session.max_turns - state.acts
-  state.context = chat.render_restart(
+  state.context = template.render_restart(
     tokenizer, state.prompt, sampled, left, state.summaries
   )
   state.opening = text + chat.state_text(left, state.summaries)
@@ -414,7 +445,7 @@ async def _sample(
   request = SampleRequest(
     tokens=np.array(state.context, np.int32),
     max_tokens=max_tokens,
-    stop_tokens=(job.end,),
+    stop_tokens=job.stops,
     temperature=session.temperature,
     seed=sample_seed(job.seed, state.samples),
   )
@@ -463,10 +494,14 @@ def _add_turn(
   state.turns.append(Turn(kind, text, state.segment, start, end, seconds))
 
 
-def _readable(act: chat.Call | chat.Text | chat.Broken) -> tuple[str, str]:
-  """(kind of turn, text) of an act, for people."""
-  if isinstance(act, chat.Call):
-    return 'call', ' '.join((act.name, *map(str, act.arguments.values())))
-  if isinstance(act, chat.Text):
-    return 'text', act.text.strip()
-  return 'broken', f'{act.text.strip()} ({act.reason})'
+def _readable(reply: Reply) -> tuple[str, str]:
+  """(kind of turn, text) of a reply, for people."""
+  lines = [x for x in (reply.thinking, reply.text.strip()) if x]
+  for act in reply.acts:
+    if isinstance(act, chat.Call):
+      lines.append(' '.join((act.name, *map(str, act.arguments.values()))))
+    else:
+      lines.append(f'{act.text.strip()} ({act.reason})')
+  if any(isinstance(act, chat.Broken) for act in reply.acts):
+    return 'broken', '\n'.join(lines)
+  return 'call' if reply.acts else 'text', '\n'.join(lines)

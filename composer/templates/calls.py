@@ -4,7 +4,7 @@ Reasons of a `Broken`, whatever the template:
 
   of the turn   unknown id, special token, no end, unfinished thinking, empty,
                 unopened call, unclosed call, too many calls
-  of a call     bad text (no UTF-8), bad JSON, bad call (no name, or arguments
+  of a call     bad bytes (no UTF-8), bad JSON, bad call (no name, or arguments
                 that are no object), bad call id, unknown tool, missing argument,
                 superfluous argument, and 'bad KIND' by the kind of an argument
 """
@@ -64,11 +64,9 @@ def _from_value(
 def load(text: str, valid: bool = True) -> Any:
   """A JSON value, or why it is none."""
   if not valid:
-    return Broken('bad text', text, detail='the call is not UTF-8')
+    return Broken('bad bytes', text, detail='the call is not UTF-8')
   try:
-    value = json.loads(
-      text, parse_constant=_no_number, object_pairs_hook=_once
-    )
+    value = json.loads(text, parse_constant=_no_number, object_pairs_hook=_once)
     # A lone surrogate can be escaped in JSON, but in no file.
     json.dumps(value, ensure_ascii=False).encode('utf-8')
     return value

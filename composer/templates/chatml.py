@@ -28,10 +28,9 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import json
-from typing import Any
+import re
 
 from composer.chat import Broken
-from composer.chat import Call
 from composer.chat import ToolSpec
 from composer.model.vocabularies.bpe import Vocabulary
 from composer.templates import calls as calls_lib
@@ -95,18 +94,14 @@ def _render(
     style, tokenizer, messages[0].content if told else None, tools
   )
   messages = messages[1:] if told else messages
-  asked = [i for i, x in enumerate(messages) if x.role == 'user']
+  asked = [i for i, x in enumerate(messages) if _asks(x)]
   question = asked[-1] if asked else len(messages)
   for i, message in enumerate(messages):
     if message.role == 'assistant':
-      kept = i > question
-      parts += _turn(style, tokenizer, message, kept, i == len(messages) - 1)
-    elif message.role == 'tool':
-      first = i == 0 or messages[i - 1].role != 'tool'
-      last = i + 1 == len(messages) or messages[i + 1].role != 'tool'
-      parts += _result(style, message.content, first, last)
+      kept, last = i > question, i == len(messages) - 1
+      parts += _turn(style, tokenizer, message, kept, last)
     else:
-      parts += _said(message)
+      parts += _said(style, messages, i)
   return pieces.write(tokenizer, parts)
 
 
@@ -119,20 +114,30 @@ def _extend(
   """`context` and what is said next, by anyone but the assistant."""
   turns.refuse_assistant(messages)
   kept = list(context)
-  if style.thinks and any(x.role == 'user' for x in messages):
+  if style.thinks and any(map(_asks, messages)):
     kept = forget_thinking(tokenizer, kept)
   parts: list[pieces.Part] = []
-  for i, message in enumerate(messages):
-    if message.role == 'tool':
-      first = i == 0 or messages[i - 1].role != 'tool'
-      last = i + 1 == len(messages) or messages[i + 1].role != 'tool'
-      parts += _result(style, message.content, first, last)
-    else:
-      parts += _said(message)
+  for i in range(len(messages)):
+    parts += _said(style, messages, i)
   return kept + pieces.write(tokenizer, parts)
 
 
-def _said(message: Message) -> list[pieces.Part]:
+def _asks(message: Message) -> bool:
+  """Whether the user speaks; clients send a tool's answer as the user's."""
+  text = message.content
+  wrapped = text.startswith(RESULT) and text.endswith(RESULTED)
+  return message.role == 'user' and not wrapped
+
+
+def _said(
+  style: Style, messages: Sequence[Message], i: int
+) -> list[pieces.Part]:
+  """Message `i`, of anyone but the assistant."""
+  message = messages[i]
+  if message.role == 'tool' and not style.lists:
+    first = i == 0 or messages[i - 1].role != 'tool'
+    last = i + 1 == len(messages) or messages[i + 1].role != 'tool'
+    return _result(message.content, first, last)
   return [Mark(START), f'{message.role}\n{message.content}', Mark(END), '\n']
 
 
@@ -150,37 +155,26 @@ def _system(
     prompt = words.with_tools if tools else words.system
     if not prompt and not tools:
       return []
-  text = [prompt]
+  parts: list[pieces.Part] = [Mark(START), 'system\n', prompt]
   if tools:
-    text += [words.gap] if prompt else []
     listed = words.between.join(
       json.dumps(tool, ensure_ascii=False) for tool in tools
     )
-    text += [words.before, listed, words.after]
-  # '<tools>' and '<tool_call>' are marks in an introduction as well: models
-  # learnt it from a string in which every spelling is the token.
+    parts += [words.gap] if prompt else []
+    parts += [*_marked(words.before), listed, *_marked(words.after)]
+  return [*parts, Mark(END), '\n']
+
+
+def _marked(text: str) -> list[pieces.Part]:
+  """An introduction of the tools; the marks that it spells are marks.
+
+  It was learnt as part of a string in which every spelling is the token.
+  """
+  pattern = '(' + '|'.join(map(re.escape, MARKS)) + ')'
   return [
-    Mark(START),
-    'system\n',
-    *_marked(''.join(text) if not tools else text[-1], text[:-1]),
-    Mark(END),
-    '\n',
+    Mark(part) if place % 2 else part
+    for place, part in enumerate(re.split(pattern, text))
   ]
-
-
-def _marked(after: str, before: Sequence[str]) -> list[pieces.Part]:
-  """Text whose last part is ours or the checkpoint's, not of the tools."""
-  parts: list[pieces.Part] = ['']
-  parts += before
-  rest = after
-  while rest:
-    at = {rest.find(x): x for x in MARKS if x in rest}
-    if not at:
-      break
-    first = min(at)
-    parts += [rest[:first], Mark(at[first])]
-    rest = rest[first + len(at[first]) :]
-  return [*parts, rest]
 
 
 def _turn(
@@ -198,16 +192,15 @@ def _turn(
     if style.thinks and not kept:
       ids = forget_thinking(tokenizer, ids)
     return [tuple(ids)]
+  content = message.content
   if style.thinks and kept and (last or message.thinking):
     thinking = message.thinking.strip('\n')
     header += [Mark(THINK), f'\n{thinking}\n', Mark(THOUGHT), '\n\n']
-  content = message.content.lstrip('\n') if style.thinks else message.content
-  return [*header, content, *_called(style, message, content), Mark(END), '\n']
+    content = content.lstrip('\n')
+  return [*header, content, *_called(style, message), Mark(END), '\n']
 
 
-def _called(
-  style: Style, message: Message, content: str
-) -> list[pieces.Part]:
+def _called(style: Style, message: Message) -> list[pieces.Part]:
   """The calls of a turn that was not sampled here."""
   made = [
     f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "arguments":'
@@ -220,16 +213,12 @@ def _called(
     return [Mark(CALL), f'[{", ".join(made)}]', Mark(CALLED)]
   parts: list[pieces.Part] = []
   for i, call in enumerate(made):
-    parts += ['\n'] if i or content else []
+    parts += ['\n'] if i or message.content else []
     parts += [Mark(CALL), f'\n{call}\n', Mark(CALLED)]
   return parts
 
 
-def _result(
-  style: Style, content: str, first: bool, last: bool
-) -> list[pieces.Part]:
-  if style.lists:
-    return [Mark(START), f'tool\n{content}', Mark(END), '\n']
+def _result(content: str, first: bool, last: bool) -> list[pieces.Part]:
   parts: list[pieces.Part] = [Mark(START), 'user'] if first else []
   parts += ['\n', Mark(RESULT), f'\n{content}\n', Mark(RESULTED)]
   return parts + ([Mark(END), '\n'] if last else [])
@@ -246,7 +235,7 @@ def _open_turn(style: Style, tokenizer: Vocabulary) -> Ids:
 
 def _close(tokenizer: Vocabulary, sampled: Sequence[int]) -> Ids:
   end = tokenizer.controls[END]
-  lacking = [] if sampled and sampled[-1] == end else [end]
+  lacking = [] if len(sampled) and sampled[-1] == end else [end]
   return [*lacking, *tokenizer.encode('\n')]
 
 
@@ -260,13 +249,11 @@ def forget_thinking(tokenizer: Vocabulary, ids: Sequence[int]) -> Ids:
   thought = tokenizer.controls[THOUGHT]
   header = pieces.write(tokenizer, [Mark(START), 'assistant\n'])
   kept: list[int] = []
-  for turn in turns.split_before(ids, start):
+  for turn in turns.split_before(ids, (start,)):
     body = turn[len(header) :]
     if turn[: len(header)] == header and thought in body:
       close = body.index(end) if end in body else len(body)
-      at = max(
-        (i for i in range(close) if body[i] == thought), default=-1
-      )
+      at = max((i for i in range(close) if body[i] == thought), default=-1)
       if at >= 0:
         turn = header + turns.without_line_breaks(tokenizer, body[at + 1 :])
     kept += turn
@@ -329,24 +316,31 @@ def _acts(
 # --- templates ---------------------------------------------------------------
 
 
-def _answer(style: Style, answers: Sequence[Answer]) -> list[Message]:
-  del style
-  return [Message('tool', x.text, name=x.name) for x in answers]
+def _answer(answer: Answer) -> Message:
+  return Message('tool', answer.text, name=answer.name)
+
+
+def _user(parts: Sequence[pieces.Part]) -> list[pieces.Part]:
+  return [Mark(START), 'user\n', *parts, Mark(END), '\n']
 
 
 def _template(style: Style) -> Template:
   thinking = (THINK, THOUGHT) if style.thinks else ()
   return turns.template(
     style.name,
-    needs=(START, END, *thinking),
-    end=END,
-    others=('<|endoftext|>',),
-    render=functools.partial(_render, style),
-    extend=functools.partial(_extend, style),
-    open_turn=functools.partial(_open_turn, style),
-    close_turn=_close,
-    parse=functools.partial(_parse, style),
-    answer=functools.partial(_answer, style),
+    turns.Family(
+      needs=(START, END, *thinking),
+      end=END,
+      others=('<|endoftext|>',),
+      thought=THOUGHT if style.thinks else '',
+      render=functools.partial(_render, style),
+      extend=functools.partial(_extend, style),
+      open_turn=functools.partial(_open_turn, style),
+      close_turn=_close,
+      parse=functools.partial(_parse, style),
+      answer=_answer,
+      user=_user,
+    ),
   )
 
 
@@ -354,5 +348,3 @@ CHATML = _template(Style('chatml', False, False, False, _OURS))
 QWEN3 = _template(Style('qwen3', True, False, False, _OURS))
 QWEN3_THINKING = _template(Style('qwen3-thinking', True, True, False, _OURS))
 SMOLLM2 = _template(Style('smollm2', False, False, True, _OURS_LIST))
-__all__ = ['CHATML', 'QWEN3', 'QWEN3_THINKING', 'SMOLLM2', 'forget_thinking']
-_ = (Any, Call)

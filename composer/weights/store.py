@@ -10,6 +10,7 @@ version consists of is `versions`, who reads and what is deleted `upkeep`.
     weights/<form>/<version>-<fence>/manifest     parent, digests; written last
     weights/<form>/incarnations/<name>       fence of a start of several hosts
     clusters/<cluster>/<process>             heartbeat: time, form, version
+    readers/<cluster>/<process>              what a subscriber holds and needs
 
 HEAD is {"format": 1, "forms": {<form>: {"claimed", "version", "fence",
 "manifest"}}}: `claimed` is the newest publisher's incarnation, the other three
@@ -30,6 +31,8 @@ import difflib
 import errno
 import functools
 import json
+import os
+import pathlib
 import time
 from typing import Any
 import urllib.parse
@@ -39,6 +42,8 @@ import tensorstore as ts
 
 FORMAT = 1
 WAIT_S = 60.0
+OPEN_S = 15.0  # for a first answer where no credentials are to be seen
+PROBES = 3
 SCHEMES = ('memory', 'file', 'gs', 's3')
 # What TensorStore answers as the generation of a key that is not there.
 ABSENT = b'\x02'
@@ -73,6 +78,9 @@ def open_exchange(
     sync: flush files to the disk on every write. Off: data survives the death
       of every process, and may be lost with the machine's power.
 
+  s3:// reads the usual variables: AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_REGION
+  and, for other servers than Amazon's, AWS_ENDPOINT_URL.
+
   Raises:
     ValueError: unknown scheme, a path that is not absolute, missing
       credentials, or a store without compare-and-swap.
@@ -88,7 +96,7 @@ def open_exchange(
       ' file:///absolute/path)'
     )
   spec: str | dict[str, Any] = url if url.endswith('/') else url + '/'
-  context = ts.Context({'file_io_sync': sync})
+  context = ts.Context({'file_io_sync': sync, **_retries()})
   if scheme == 'file':
     path = urllib.parse.unquote(rest)
     if not path.startswith('/'):
@@ -100,7 +108,11 @@ def open_exchange(
   elif scheme == 'memory':
     spec = {'driver': 'memory', 'path': rest.rstrip('/') + '/' if rest else ''}
     context = _shared_memory() if rest else ts.Context()
+  elif scheme == 's3':
+    spec = _s3(url, rest)
   kv = await_result(ts.KvStore.open(spec, context=context), url, 'opening')
+  if scheme in _CREDENTIALS:
+    _check_credentials(kv, url, scheme)
   if writable:
     _prove_compare_and_swap(kv, url)
   return kv
@@ -111,20 +123,92 @@ def _shared_memory() -> ts.Context:
   return ts.Context()
 
 
-def _prove_compare_and_swap(kv: ts.KvStore, url: str) -> None:
-  key = f'.probe/{uuid.uuid4().hex}'
-  first = write(kv, key, b'1', if_equal=ABSENT)
-  again = write(kv, key, b'2', if_equal=ABSENT)
-  second = write(kv, key, b'3', if_equal=first or b'none')
-  stale = write(kv, key, b'4', if_equal=first or b'none')
-  held, _ = read(kv, key)
-  write(kv, key, None)
-  if not first or not second or again or stale or held != b'3':
+def _retries() -> dict[str, Any]:
+  """Of single requests; what outlasts them is for the caller to repeat."""
+  limits = {'max_retries': 8, 'initial_delay': '50ms', 'max_delay': '4s'}
+  return {'s3_request_retries': limits, 'gcs_request_retries': limits}
+
+
+def _s3(url: str, rest: str) -> dict[str, Any]:
+  bucket, _, path = rest.partition('/')
+  if not bucket:
     raise ValueError(
-      f'exchange {url!r} does not refuse a stale compare-and-swap, so two'
-      ' publishers could overwrite each other; use a store with conditional'
-      ' writes (GCS, AWS S3, a local file system)'
+      f'exchange {url!r} names no bucket; write s3://BUCKET/PATH'
     )
+  spec = {
+    'driver': 's3',
+    'bucket': bucket,
+    'path': urllib.parse.unquote(path).rstrip('/') + '/' if path else '',
+  }
+  region = os.environ.get('AWS_REGION') or os.environ.get('AWS_DEFAULT_REGION')
+  if region:
+    spec['aws_region'] = region
+  endpoint = os.environ.get('AWS_ENDPOINT_URL_S3') or os.environ.get(
+    'AWS_ENDPOINT_URL'
+  )
+  if endpoint:
+    spec |= {'endpoint': endpoint, 'aws_region': region or 'us-east-1'}
+  return spec
+
+
+# Where credentials of a scheme come from: variables, files, and what to set.
+_CREDENTIALS = {
+  's3': (
+    (
+      'AWS_ACCESS_KEY_ID',
+      'AWS_PROFILE',
+      'AWS_WEB_IDENTITY_TOKEN_FILE',
+      'AWS_CONTAINER_CREDENTIALS_RELATIVE_URI',
+      'AWS_CONTAINER_CREDENTIALS_FULL_URI',
+    ),
+    ('~/.aws/credentials', '~/.aws/config'),
+    'AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE',
+  ),
+  'gs': (
+    ('GOOGLE_APPLICATION_CREDENTIALS', 'CLOUDSDK_CONFIG'),
+    ('~/.config/gcloud/application_default_credentials.json',),
+    'GOOGLE_APPLICATION_CREDENTIALS, or run gcloud auth'
+    ' application-default login',
+  ),
+}
+
+
+def _check_credentials(kv: ts.KvStore, url: str, scheme: str) -> None:
+  """Where none are to be seen, only a machine's own role can answer; soon."""
+  names, files, remedy = _CREDENTIALS[scheme]
+  if any(os.environ.get(name) for name in names):
+    return
+  if any(pathlib.Path(file).expanduser().is_file() for file in files):
+    return
+  try:
+    read(kv, 'HEAD', wait_s=OPEN_S)
+  except (OSError, ValueError) as error:
+    raise ValueError(
+      f'no credentials for exchange {url!r}: none of {", ".join(names)} is set,'
+      f' there is no {" or ".join(files)}, and this machine has no role of its'
+      f' own; set {remedy} ({error})'
+    ) from error
+
+
+def _prove_compare_and_swap(kv: ts.KvStore, url: str) -> None:
+  """Repeated, for an answer that was lost looks like a refusal."""
+  for attempt in range(PROBES):
+    key = f'.probe/{uuid.uuid4().hex}'
+    first = write(kv, key, b'1', if_equal=ABSENT)
+    again = write(kv, key, b'2', if_equal=ABSENT)
+    second = write(kv, key, b'3', if_equal=first or b'none')
+    stale = write(kv, key, b'4', if_equal=first or b'none')
+    held, _ = read(kv, key)
+    write(kv, key, None)
+    if first and second and not again and not stale and held == b'3':
+      return
+    if again or stale or attempt + 1 == PROBES:
+      break
+  raise ValueError(
+    f'exchange {url!r} does not refuse a stale compare-and-swap, so two'
+    ' publishers could overwrite each other; use a store with conditional'
+    ' writes (GCS, AWS S3, a local file system)'
+  )
 
 
 def read(
@@ -200,6 +284,10 @@ def await_result(
     raise _plain(error, key, doing) from error
 
 
+# What goes by itself: throttling, servers that fail, connections that break.
+_PASSING = ('UNAVAILABLE', 'ABORTED', 'DEADLINE_EXCEEDED')
+
+
 def _plain(error: ValueError, key: str, doing: str) -> Exception:
   text = str(error)
   if "os_error_code='28'" in text or 'No space left' in text:
@@ -210,9 +298,38 @@ def _plain(error: ValueError, key: str, doing: str) -> Exception:
     return PermissionError(
       errno.EACCES, f'{doing} the exchange was refused: {text}', key
     )
-  if text.startswith(('UNAVAILABLE', 'ABORTED', 'DEADLINE_EXCEEDED')):
+  if text.startswith(_PASSING):
     return OSError(errno.EAGAIN, f'{doing} the exchange failed: {text}', key)
   return ValueError(f'{doing} {key} of the exchange failed: {text}')
+
+
+def remove_below(kv: ts.KvStore, prefix: str) -> None:
+  """Deletes all keys under `prefix`, which ends in '/', and empty folders.
+
+  A file system keeps the folders of keys that were deleted; nobody may be
+  writing below the prefix any more.
+  """
+  before_write(prefix)
+  span = ts.KvStore.KeyRange(prefix, prefix[:-1] + '0')
+  await_result(kv.delete_range(span), prefix, 'deleting')
+  root = folder(kv)
+  if root is not None:
+    remove_empty(root / prefix)
+
+
+def folder(kv: ts.KvStore) -> pathlib.Path | None:
+  """Where a store lies on a file system of this machine; None elsewhere."""
+  spec = kv.spec().to_json()
+  return pathlib.Path(spec['path']) if spec['driver'] == 'file' else None
+
+
+def remove_empty(top: pathlib.Path) -> None:
+  """Removes a folder and those in it, as far as there is nothing in them."""
+  for path, _, _ in os.walk(top, topdown=False):
+    try:
+      os.rmdir(path)
+    except OSError:
+      pass  # not empty, or gone already
 
 
 # --- HEAD --------------------------------------------------------------------

@@ -4,17 +4,20 @@ A publisher claims the next incarnation (the fence) when it starts, so that all
 keys it writes are its own and an older one can no longer move HEAD. Its first
 version is a full base at HEAD's version + 1; deltas follow, and bases recur.
 The order of writes makes a version appear at once or not at all: content, then
-manifest, then HEAD.
+manifest, then HEAD. `pipeline` runs publishers beside the trainer's steps.
 
 A subscriber holds the weights of one version and moves to the newest one that
 it can reconstruct bit for bit: forward over deltas, else from the newest base.
-It moves only after every digest has been checked.
+It moves only after every digest has been checked. Before it reads it announces
+what it needs, so that the publisher's side keeps it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import os
+import pathlib
 import time
 from typing import Any
 
@@ -23,7 +26,10 @@ import tensorstore as ts
 import xxhash
 
 from composer.weights import delta
+from composer.weights import local
+from composer.weights import pieces
 from composer.weights import store
+from composer.weights import upkeep
 from composer.weights import versions
 from composer.weights.store import BrokenWeights
 from composer.weights.store import Ref
@@ -35,53 +41,8 @@ Flat = dict[str, np.ndarray]
 BLOB_BYTES = 256 << 20  # of weights that one delta blob covers
 # A chain whose deltas have grown to this many times the base ends in a new one.
 CHAIN_RATIO = 8.0
-
-
-def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
-  """{'a': {'b': x}} as {'a/b': x}."""
-  flat: dict[str, Any] = {}
-  for name, value in tree.items():
-    if not isinstance(name, str) or not name or '/' in name:
-      raise ValueError(
-        f'parameter name {name!r} must be a non-empty string without a slash'
-      )
-    if isinstance(value, Mapping):
-      flat |= {f'{name}/{rest}': leaf for rest, leaf in flatten(value).items()}
-    else:
-      flat[name] = value
-  return flat
-
-
-def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """{'a/b': x} as {'a': {'b': x}}."""
-  tree: dict[str, Any] = {}
-  for name, value in flat.items():
-    *folders, last = name.split('/')
-    node = tree
-    for folder in folders:
-      node = node.setdefault(folder, {})
-      if not isinstance(node, dict):
-        raise ValueError(f'{name!r} lies below {folder!r}, which is an array')
-    if last in node:
-      raise ValueError(f'{name!r} is both an array and a folder of arrays')
-    node[last] = value
-  return tree
-
-
-def owned(sizes: Mapping[str, int], host: int, hosts: int) -> tuple[str, ...]:
-  """Names that `host` uploads when all hosts hold everything.
-
-  The largest first, each to the host with the fewest bytes so far: the same
-  answer on every host.
-  """
-  loads = [0] * hosts
-  mine = []
-  for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-    target = loads.index(min(loads))
-    loads[target] += sizes[name]
-    if target == host:
-      mine.append(name)
-  return tuple(sorted(mine))
+AHEAD_BYTES = 1 << 30  # of deltas that a subscriber reads before it needs them
+ATTEMPTS = 3  # of one poll, while HEAD moves under it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +67,9 @@ class Publisher:
 
   Attributes:
     fence: this incarnation.
-    next_version: the number that the next publication must have; HEAD's + 1
-      when the publisher starts, None where nothing was ever published (then
-      any number from 0 is right).
+    next_version: the least number that the next publication may have; HEAD's
+      + 1 when the publisher starts, None where nothing was ever published
+      (then any number from 0 is right).
   """
 
   def __init__(
@@ -117,6 +78,8 @@ class Publisher:
     form: str,
     base_every: int,
     *,
+    chain_ratio: float = CHAIN_RATIO,
+    model: Mapping[str, Any] | None = None,
     host: int = 0,
     hosts: int = 1,
     incarnation: str = '',
@@ -126,6 +89,9 @@ class Publisher:
 
     Args:
       base_every: a version in so many is a full base, at least 1.
+      chain_ratio: and so is one when the deltas since the last have grown to
+        so many times its bytes.
+      model: fields of the model's configuration, for those who fetch it.
       host, hosts: which of how many uploading processes this is.
       incarnation: a name that all hosts of this start share and no other start
         ever had; needed when there are several.
@@ -133,6 +99,8 @@ class Publisher:
     """
     if base_every < 1:
       raise ValueError(f'base_every={base_every} must be at least 1')
+    if not chain_ratio > 0:
+      raise ValueError(f'chain_ratio={chain_ratio} must be more than 0')
     if not 0 <= host < hosts:
       raise ValueError(f'host={host} must lie in 0..{hosts - 1}')
     if hosts > 1 and not incarnation:
@@ -143,25 +111,39 @@ class Publisher:
     if not form or '/' in form:
       raise ValueError(f'form={form!r} must be a name without a slash')
     self._kv, self._form, self._base_every = kv, form, base_every
+    self._chain_ratio, self._model = chain_ratio, model
     self._host, self._hosts, self._wait_s = host, hosts, wait_s
     self._incarnation = incarnation
-    self._held: Flat | None = None  # a private copy of what was published last
+    self._held: Flat | None = None  # what was published last
     self._previous: Ref | None = None
     self._since_base = 0
     self._chain_bytes = 0
     self._base_bytes = 0
     self._failed = False
+    self._unanswered: _Attempt | None = None
     self.fence = 0
     self.next_version: int | None = None
     self._start()
 
   def publish(
-    self, flat: Mapping[str, np.ndarray], version: int
+    self,
+    flat: Mapping[str, np.ndarray],
+    version: int,
+    *,
+    shapes: Mapping[str, pieces.Shape] | None = None,
+    copy: bool = True,
   ) -> PublishStats:
     """Uploads `flat` (this host's part of it) as `version`.
 
-    After an error nothing was published, unless the error was a lost answer;
-    a single host may then call again: it takes a new incarnation first.
+    After an error nothing was published, unless the error was a lost answer,
+    which the next call finds out: the same version again is then no error. A
+    single host may call again, under a new incarnation that it takes.
+
+    Args:
+      flat: tensors, or pieces of them (`pieces.local`).
+      version: newer than all before.
+      shapes: whole shapes of the tensors that come in pieces.
+      copy: false where the caller never writes to the arrays again.
 
     Raises:
       PublisherFenced: a newer publisher has taken over.
@@ -171,34 +153,30 @@ class Publisher:
     """
     started = time.monotonic()
     if self._failed:
-      self._restart()
-    tree = self._check(flat, version)
-    new: Flat = {name: np.array(array) for name, array in flat.items()}
+      landed = self._restart()
+      if landed is not None and landed.version == version:
+        return landed
+    shapes = dict(shapes or {})
+    tree = self._check(flat, version, shapes)
+    new: Flat = {
+      name: np.array(array) if copy else array for name, array in flat.items()
+    }
     self._failed = True  # until it has succeeded
-    kind = self._kind()
     prefix = versions.prefix_of(self._form, version, self.fence)
-    part = self._upload(prefix, kind, tree, new)
+    kind = self._kind(prefix)
+    part = self._upload(prefix, kind, tree, new, shapes)
     if self._host == 0:
       parts = [part, *self._other_parts(prefix)]
       manifest = self._manifest(version, kind, parts)
       ref = versions.write_manifest(self._kv, manifest)
+      stats = _stats(dataclasses.asdict(manifest), version, kind, started)
+      self._unanswered = _Attempt(ref, stats, new)
       store.move_head(self._kv, self._form, ref)
-      size, full = manifest.bytes, manifest.full_bytes
-      changed, words = manifest.changed, manifest.words
       self._previous = ref
     else:
-      size, full = part['bytes'], part['full_bytes']
-      changed, words = part['changed'], part['words']
-    self._advance(version, kind, size, new)
-    return PublishStats(
-      version=version,
-      kind=kind,
-      bytes=size,
-      full_bytes=full,
-      ratio=size / full if full else 1.0,
-      changed_share=changed / words if changed >= 0 and words else 1.0,
-      seconds=time.monotonic() - started,
-    )
+      stats = _stats(part, version, kind, started)
+    self._advance(stats, new)
+    return stats
 
   def _start(self) -> None:
     key = f'weights/{self._form}/incarnations/{self._incarnation}'
@@ -219,8 +197,12 @@ class Publisher:
     if self._previous is not None:
       self.next_version = self._previous.version + 1
 
-  def _restart(self) -> None:
-    """After a failure: a new incarnation, unless another one has taken over."""
+  def _restart(self) -> PublishStats | None:
+    """After a failure: a new incarnation, unless another one has taken over.
+
+    What HEAD names is still what this publisher holds, so that no base is
+    needed. Returns what the failed publication did, if it landed after all.
+    """
     if self._hosts > 1:
       raise RuntimeError(
         f'an earlier publication of {self._form} failed; with several hosts'
@@ -228,33 +210,46 @@ class Publisher:
       )
     head = store.read_head(self._kv, self._form)
     store.check_fence(head, self._form, self.fence)
-    self._held = None
+    tried = self._unanswered
+    if tried is not None and head.ref == tried.ref:
+      self._previous = tried.ref
+      self._advance(tried.stats, tried.new)
+      return tried.stats
+    before = self._previous
     self._start()
+    if self._previous != before:
+      self._held = None
     self._failed = False
+    return None
 
   def _check(
-    self, flat: Mapping[str, np.ndarray], version: int
+    self,
+    flat: Mapping[str, np.ndarray],
+    version: int,
+    shapes: Mapping[str, pieces.Shape],
   ) -> list[list[Any]]:
     """Everything that can be refused before the first write."""
     head = store.read_head(self._kv, self._form)
     store.check_fence(head, self._form, self.fence)
-    if version < 0 or self.next_version not in (None, version):
+    if version < (self.next_version or 0):
       raise ValueError(
         f'version={version} of {self._form} cannot be published; the next one'
-        f' is {self.next_version if self.next_version is not None else 0}'
-        ' (versions are never used twice and never skipped)'
+        f' is {self.next_version or 0} or more (versions are never used twice)'
       )
     tree = delta.describe(flat)
-    for name in flat:
-      versions.check_name(name)
-    unflatten(flat)
+    parsed = [pieces.parse(name) for name in flat]
+    if self._hosts == 1:
+      pieces.check_tiling(shapes, flat)
+    for name, _ in parsed:
+      pieces.check_name(name)
+    pieces.unflatten(dict.fromkeys(name for name, _ in parsed))
     if self._held is not None:
       delta.check_same_tree(delta.describe(self._held), tree)
     elif self._hosts == 1:
-      self._check_model(tree)
+      self._check_model(pieces.whole_tree(tree, shapes))
     return tree
 
-  def _check_model(self, tree: list[list[Any]]) -> None:
+  def _check_model(self, whole: list[list[Any]]) -> None:
     """A first publication must be of the model that the exchange holds."""
     if self._previous is None:
       return
@@ -262,27 +257,43 @@ class Publisher:
       held = versions.read_manifest(self._kv, self._form, self._previous)
     except BrokenWeights:
       return  # our base is what heals it
-    if held.tree_digest != delta.tree_digest(tree):
+    if held.whole_digest != delta.tree_digest(whole):
       raise ValueError(
         f'the exchange holds {self._form} weights of another model (its'
         ' names, dtypes or shapes differ); use another exchange'
       )
 
-  def _kind(self) -> str:
-    if self._held is None or self._since_base + 1 >= self._base_every:
-      return 'base'
-    # Known to one host only, so several decide by count alone.
-    long = self._chain_bytes > CHAIN_RATIO * self._base_bytes
-    return 'base' if self._hosts == 1 and long else 'delta'
+  def _kind(self, prefix: str) -> str:
+    """'base' or 'delta': by count and bytes; host 0 says it to the others."""
+    if self._host > 0:
+      key = f'{prefix}kind'
+      text = store.wait_for(
+        self._kv,
+        key,
+        wait_s=self._wait_s,
+        why=f'host {self._host} waits for host 0 to begin',
+      )
+      return str(store.parse_json(text, key)['kind'])
+    count = self._since_base + 1 >= self._base_every
+    long = self._chain_bytes > self._chain_ratio * self._base_bytes
+    kind = 'base' if self._held is None or count or long else 'delta'
+    if self._hosts > 1:
+      store.create(self._kv, {f'{prefix}kind': store.to_json({'kind': kind})})
+    return kind
 
   def _upload(
-    self, prefix: str, kind: str, tree: list[list[Any]], new: Flat
+    self,
+    prefix: str,
+    kind: str,
+    tree: list[list[Any]],
+    new: Flat,
+    shapes: Mapping[str, pieces.Shape],
   ) -> dict[str, Any]:
     """Writes this host's content; what the manifest needs to know of it."""
-    tensors = delta.tensor_digests(new)
     part: dict[str, Any] = {
       'tree': tree,
-      'tensors': tensors,
+      'shapes': dict(shapes),
+      'tensors': delta.tensor_digests(new),
       'blobs': [],
       'full_bytes': sum(array.nbytes for array in new.values()),
       'words': sum(array.size for array in new.values()),
@@ -291,9 +302,11 @@ class Publisher:
     if kind == 'base':
       if self._held is not None:
         part['changed'] = delta.count_changed(self._held, new)
-      part['bytes'] = versions.write_base(self._kv, f'{prefix}base/', new)
+      part['bytes'] = versions.write_base(
+        self._kv, f'{prefix}base/', new, shapes
+      )
     else:
-      assert self._held is not None
+      assert self._held is not None, 'host 0 has a base, so this host does'
       part['changed'] = 0
       for index, names in enumerate(_blob_names(new)):
         blob, changed = self._upload_delta(prefix, index, names, new)
@@ -301,7 +314,7 @@ class Publisher:
         part['changed'] += changed
       part['bytes'] = sum(blob['bytes'] for blob in part['blobs'])
     if self._hosts > 1:
-      done = store.to_json({'format': store.FORMAT, 'kind': kind, **part})
+      done = store.to_json({'format': store.FORMAT, **part})
       store.create(self._kv, {f'{prefix}{self._host}/done': done})
     return part
 
@@ -340,32 +353,32 @@ class Publisher:
   def _manifest(
     self, version: int, kind: str, parts: Sequence[Mapping[str, Any]]
   ) -> Manifest:
-    for host, part in enumerate(parts):
-      if part.get('kind', kind) != kind:
-        raise ValueError(
-          f'host {host} uploaded a {part["kind"]} where host 0 did a {kind};'
-          ' give all hosts the same base_every'
-        )
     tree = sorted(entry for part in parts for entry in part['tree'])
     names = [entry[0] for entry in tree]
     if len(set(names)) != len(names):
-      raise ValueError('two hosts uploaded the same tensor; see `owned`')
+      raise ValueError('two hosts uploaded the same tensor; see `pieces.owned`')
+    shapes = {n: tuple(s) for part in parts for n, s in part['shapes'].items()}
+    whole = pieces.whole_tree(tree, shapes)
+    if self._hosts > 1:
+      pieces.check_tiling(shapes, names)
+      if self._held is None:
+        self._check_model(whole)
     tensors = {n: d for part in parts for n, d in part['tensors'].items()}
     changed = [part['changed'] for part in parts]
     size = sum(part['bytes'] for part in parts)
-    if kind == 'base':
+    base = kind == 'base'
+    if base:
       prefix = versions.prefix_of(self._form, version, self.fence)
-      size += versions.write_groups(self._kv, f'{prefix}base/', names)
+      folders = [name for name, _, _ in whole]
+      size += versions.write_groups(self._kv, f'{prefix}base/', folders)
     return Manifest(
       form=self._form,
       version=version,
       fence=self.fence,
       kind=kind,
       previous=self._previous,
-      tree=tuple((n, d, tuple(s)) for n, d, s in tree)
-      if kind == 'base'
-      else (),
-      tensors=tensors if kind == 'base' else {},
+      tree=tuple((n, d, tuple(s)) for n, d, s in tree) if base else (),
+      tensors=tensors if base else {},
       tree_digest=delta.tree_digest(tree),
       digest=delta.combine_digests(tree, tensors),
       blobs=tuple(Blob(**blob) for part in parts for blob in part['blobs']),
@@ -374,17 +387,47 @@ class Publisher:
       changed=-1 if min(changed) < 0 else sum(changed),
       words=sum(part['words'] for part in parts),
       time=time.time(),
+      model=self._model if base else None,
+      shapes=shapes,
+      whole_digest=delta.tree_digest(whole),
     )
 
-  def _advance(self, version: int, kind: str, size: int, new: Flat) -> None:
-    if kind == 'base':
-      self._since_base, self._chain_bytes, self._base_bytes = 0, 0, size
+  def _advance(self, stats: PublishStats, new: Flat) -> None:
+    if stats.kind == 'base':
+      self._since_base, self._chain_bytes = 0, 0
+      self._base_bytes = stats.bytes
     else:
       self._since_base += 1
-      self._chain_bytes += size
+      self._chain_bytes += stats.bytes
     self._held = new
-    self.next_version = version + 1
+    self.next_version = stats.version + 1
+    self._unanswered = None
     self._failed = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attempt:
+  """A publication that is complete but for HEAD's answer."""
+
+  ref: Ref
+  stats: PublishStats
+  new: Flat
+
+
+def _stats(
+  part: Mapping[str, Any], version: int, kind: str, started: float
+) -> PublishStats:
+  size, full, words = part['bytes'], part['full_bytes'], part['words']
+  known = part['changed'] >= 0 and words
+  return PublishStats(
+    version=version,
+    kind=kind,
+    bytes=size,
+    full_bytes=full,
+    ratio=size / full if full else 1.0,
+    changed_share=part['changed'] / words if known else 1.0,
+    seconds=time.monotonic() - started,
+  )
 
 
 def _blob_names(flat: Flat) -> list[list[str]]:
@@ -407,14 +450,35 @@ class Subscriber:
 
   Attributes:
     version: of the weights that the last successful `poll` returned, or None.
+    model: fields of their model's configuration, where the publisher gave it.
     problems: what was found broken by the last `poll`, for the log; empty when
       all went well.
   """
 
-  def __init__(self, kv: ts.KvStore, form: str):
+  def __init__(
+    self,
+    kv: ts.KvStore,
+    form: str,
+    *,
+    reader: tuple[str, str] | None = None,
+    directory: str | os.PathLike[str] | None = None,
+  ):
+    """Args:
+    reader: (cluster, process); then it announces what it holds and needs.
+    directory: on this machine, where `save` keeps weights, so that after a
+      restart only what changed since is fetched; of this form and process only.
+    """
     self._kv, self._form = kv, form
-    self._held: Flat | None = None
+    self._held: Flat | None = None  # in the publisher's pieces
+    self._shapes: Mapping[str, pieces.Shape] = {}
     self._ref: Ref | None = None
+    self._given: Ref | None = None  # by the last poll that gave any
+    self._saved: Ref | None = None
+    self._directory = None if directory is None else pathlib.Path(directory)
+    self._announcer = None
+    if reader is not None:
+      self._announcer = upkeep.Announcer(kv, *reader, form)
+    self.model: Mapping[str, Any] | None = None
     self.problems: tuple[str, ...] = ()
 
   @property
@@ -437,7 +501,93 @@ class Subscriber:
         version held does not move, and a later poll tries again.
       OSError, TimeoutError: the store failed; likewise.
     """
+    problems: list[str] = []
     self.problems = ()
+    ref = self._ahead()
+    if ref is not None and self._ref is None and self._directory is not None:
+      self._resume(ref, problems)
+      ref = None if ref == self._ref else ref
+    self._announce([] if ref is None else [ref.version], problems)
+    self.problems = tuple(problems)
+    if ref is None:
+      return None if self._given == self._ref else self._give()
+    broken: list[str] = []
+    found = None
+    for _ in range(ATTEMPTS):
+      tried, broken = ref, []
+      found = self._newest(ref, broken)
+      # What HEAD led to may have been collected meanwhile, being too old.
+      if found is not None or (ref := self._ahead() or tried) == tried:
+        break
+    self.problems = tuple(problems + broken)
+    if found is None and self._given != self._ref:
+      return self._give()  # what an earlier life kept is intact
+    if found is None:
+      raise BrokenWeights(
+        f'HEAD names version {tried.version} of {self._form}, and nothing newer'
+        f' than version {self.version} can be reconstructed: '
+        + '; '.join(broken)
+      )
+    self._take(*found)
+    self._announce([], problems)
+    self.problems = tuple(problems + broken)
+    return self._give()
+
+  def save(self) -> bool:
+    """Keeps the weights held in `directory`; false where that failed.
+
+    A full disk costs the way back only: `problems` says so.
+    """
+    if self._directory is None or self._ref is None:
+      return False
+    if self._ref != self._saved:
+      assert self._held is not None
+      kept = local.Kept(self._form, self._ref, self._held, self._shapes)
+      try:
+        local.save(self._directory, kept)
+      except OSError as error:
+        self.problems = (
+          *self.problems,
+          f'version {self.version} could not be kept in {self._directory}'
+          f' ({error}); a restart will fetch a full base',
+        )
+        return False
+      self._saved = self._ref
+    return True
+
+  def fetch(self, version: int) -> Flat:
+    """A pinned version, whatever is held (ValueError where it is gone)."""
+    if version == self.version and self._held is not None:
+      return pieces.assemble(self._held, self._shapes)
+    return versions.fetch(self._kv, self._form, version)[1]
+
+  def close(self) -> None:
+    """Withdraws what was announced."""
+    if self._announcer is not None:
+      self._announcer.withdraw()
+
+  def _give(self) -> tuple[int, Flat]:
+    assert self._ref is not None and self._held is not None
+    self._given = self._ref
+    return self._ref.version, pieces.assemble(self._held, self._shapes)
+
+  def _take(self, ref: Ref, flat: Flat, steps: Sequence[Manifest]) -> None:
+    self._ref, self._held = ref, flat
+    for manifest in steps:
+      self._shapes = manifest.shapes
+      if manifest.model is not None:
+        self.model = manifest.model
+
+  def _announce(self, needed: Sequence[int], problems: list[str]) -> None:
+    if self._announcer is None:
+      return
+    try:
+      self._announcer.announce(self.version, needed)
+    except OSError as error:
+      problems.append(f'this reader could not announce itself: {error}')
+
+  def _ahead(self) -> Ref | None:
+    """What HEAD names, if that is news; None also for a stale read of it."""
     ref = store.read_head(self._kv, self._form).ref
     if ref is None or ref == self._ref:
       return None
@@ -447,26 +597,36 @@ class Subscriber:
           f'HEAD names version {ref.version} of {self._form} again, with'
           ' another manifest; versions must never be used twice'
         )
-      return None  # a stale read of HEAD
-    problems: list[str] = []
-    found = self._newest(ref, problems)
-    self.problems = tuple(problems)
-    if found is None:
-      raise BrokenWeights(
-        f'HEAD names version {ref.version} of {self._form}, and nothing newer'
-        f' than version {self.version} can be reconstructed: '
-        + '; '.join(problems)
-      )
-    self._ref, self._held = found
-    return self._ref.version, dict(self._held)
+      return None
+    return ref
 
-  def fetch(self, version: int) -> Flat:
-    """A pinned version, whatever is held (ValueError where it is gone)."""
-    if version == self.version and self._held is not None:
-      return dict(self._held)
-    return versions.fetch(self._kv, self._form, version)[1]
+  def _resume(self, head: Ref, problems: list[str]) -> None:
+    """Takes what an earlier life kept, if HEAD still leads to it.
 
-  def _newest(self, head: Ref, problems: list[str]) -> tuple[Ref, Flat] | None:
+    A base is read where the way from what was kept is longer than from there.
+    """
+    assert self._directory is not None
+    try:
+      kept = local.load(self._directory, self._form)
+    except (BrokenWeights, OSError) as error:
+      problems.append(str(error))
+      return
+    if kept is None:
+      return
+    try:
+      for ref, manifest in versions.lineage(self._kv, self._form, head):
+        if ref == kept.ref:
+          self._ref, self._held, self._shapes = ref, kept.flat, kept.shapes
+          self._saved = ref
+          return
+        if manifest.kind == 'base' or ref.version <= kept.ref.version:
+          return
+    except BrokenWeights:
+      return  # the poll says it
+
+  def _newest(
+    self, head: Ref, problems: list[str]
+  ) -> tuple[Ref, Flat, Sequence[Manifest]] | None:
     """The newest version after the held one that can be reconstructed.
 
     Walks back from HEAD. Deltas collect in `steps` until a place to start from
@@ -496,17 +656,33 @@ class Subscriber:
     start: Flat | None,
     steps: Sequence[tuple[Ref, Manifest]],
     problems: list[str],
-  ) -> tuple[Ref, Flat] | None:
+  ) -> tuple[Ref, Flat, Sequence[Manifest]] | None:
     """Applies `steps` (newest first), oldest first, as far as intact."""
     found = None
-    for ref, manifest in reversed(steps):
+    ordered = list(reversed(steps))
+    reads: list[Any] = []
+    for index, (ref, manifest) in enumerate(ordered):
+      self._read_ahead(ordered, index, reads)
       try:
-        start = versions.load(self._kv, manifest, start)
+        start = versions.load(self._kv, manifest, start, reads[index])
       except BrokenWeights as error:
         problems.append(f'version {ref.version}: {error}')
         break
-      found = ref, start
+      reads[index] = None  # or all blobs would stay in memory
+      found = ref, start, [manifest for _, manifest in ordered[: index + 1]]
     return found
+
+  def _read_ahead(
+    self, ordered: Sequence[tuple[Ref, Manifest]], index: int, reads: list[Any]
+  ) -> None:
+    """Begins to read the blobs of the next versions while one is decoded."""
+    ahead = sum(manifest.bytes for _, manifest in ordered[index : len(reads)])
+    while len(reads) < len(ordered):
+      manifest = ordered[len(reads)][1]
+      ahead += manifest.bytes
+      if len(reads) > index and ahead > AHEAD_BYTES:
+        break
+      reads.append(versions.start(self._kv, manifest))
 
   def _newer(self, ref: Ref) -> bool:
     return self._ref is None or ref.version > self._ref.version

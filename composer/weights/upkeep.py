@@ -1,12 +1,17 @@
 """Who reads what, what an exchange holds, what may go, and whether it is sound.
 
-Readers announce themselves in heartbeats under clusters/; `collect` deletes
-only what no living reader needs.
+Readers announce themselves: rollout processes by heartbeats under clusters/,
+every subscriber by what it holds and is about to read under readers/. `collect`
+deletes only what no living reader needs.
+
+Who is alive is judged by the collector's own clock alone (`Watch`): a reader
+lives as long as what it says keeps changing. The times that readers write are
+for people, as the clocks of clusters disagree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import time
 from typing import Any
@@ -22,8 +27,10 @@ from composer.weights.versions import lineage
 from composer.weights.versions import load
 from composer.weights.versions import prefix_of
 
-# A dead reader holds old versions back for this long after its last heartbeat.
+# A dead reader holds old versions back for this long after its last sign.
 READER_TIMEOUT_S = 600.0
+FORGET = 6  # so many times that, and what a subscriber announced is deleted
+ANNOUNCE_S = 5.0  # between two announcements that say the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +55,84 @@ def announce(
   )
 
 
+class Announcer:
+  """What one subscriber says of itself, written when it changes or ages."""
+
+  def __init__(self, kv: ts.KvStore, cluster: str, process: str, form: str):
+    for what, name in (('cluster', cluster), ('process', process)):
+      if not name or '/' in name:
+        raise ValueError(f'{what}={name!r} must be a name without a slash')
+    self._kv, self._form = kv, form
+    self._cluster, self._process = cluster, process
+    self._said: tuple[Any, ...] | None = None
+    self._when = 0.0
+    self._count = 0
+
+  def announce(self, version: int | None, needed: Sequence[int]) -> None:
+    """It holds `version` and is about to read `needed`."""
+    said = (version, tuple(needed))
+    now = time.monotonic()
+    if said == self._said and now - self._when < ANNOUNCE_S:
+      return
+    fields = {
+      'form': self._form,
+      'version': version,
+      'pinned': list(needed),
+      'time': time.time(),
+      # So that it changes even where a clock stands still.
+      'count': self._count,
+    }
+    store.write(self._kv, self._key, store.to_json(fields))
+    self._said, self._when, self._count = said, now, self._count + 1
+
+  def withdraw(self) -> None:
+    """It reads no more."""
+    store.write(self._kv, self._key, None)
+    self._said = None
+
+  @property
+  def _key(self) -> str:
+    return f'readers/{self._cluster}/{self._process}'
+
+
 def readers(kv: ts.KvStore) -> list[Reader]:
-  """All heartbeats, of the living and the dead."""
-  found = []
-  for key in store.keys(kv, 'clusters/'):
-    value = store.read(kv, key)[0]
-    if value is None or key.count('/') != 2:
-      continue
-    _, cluster, process = key.split('/')
-    fields = store.parse_json(value, key)
-    found.append(
-      Reader(
+  """All that was announced, by the living and the dead, one a process.
+
+  Of a process that has both, its heartbeat says what it runs, and what its
+  subscriber holds counts as pinned.
+  """
+  found: dict[tuple[str, str], Reader] = {}
+  for _, reader in sorted(_announced(kv).items()):  # clusters/ first
+    who = reader[1].cluster, reader[1].process
+    found[who] = _merge(found.get(who), reader[1])
+  return list(found.values())
+
+
+def _merge(beat: Reader | None, said: Reader) -> Reader:
+  if beat is None:
+    return said
+  held = () if said.version is None else (said.version,)
+  return dataclasses.replace(
+    beat,
+    pinned=(*beat.pinned, *held, *said.pinned),
+    time=max(beat.time, said.time),
+  )
+
+
+def _announced(kv: ts.KvStore) -> dict[str, tuple[bytes, Reader]]:
+  """key -> (what is written there, the same understood)."""
+  found = {}
+  for prefix in ('clusters/', 'readers/'):
+    for key in store.keys(kv, prefix):
+      value = store.read(kv, key)[0]
+      if value is None or key.count('/') != 2:
+        continue
+      _, cluster, process = key.split('/')
+      try:
+        fields = store.parse_json(value, key)
+      except BrokenWeights:
+        continue  # one that writes nonsense holds up nobody else
+      reader = Reader(
         cluster=cluster,
         process=process,
         form=fields.get('form'),
@@ -66,8 +140,41 @@ def readers(kv: ts.KvStore) -> list[Reader]:
         pinned=tuple(fields.get('pinned') or ()),
         time=float(fields.get('time') or 0.0),
       )
-    )
+      found[key] = value, reader
   return found
+
+
+@dataclasses.dataclass
+class Watch:
+  """When readers were last seen to say something new, by our clock.
+
+  Kept by who collects; a reader that is new to it counts as alive for
+  `timeout_s`, and so does every one at first.
+  """
+
+  timeout_s: float = READER_TIMEOUT_S
+  clock: Callable[[], float] = time.monotonic
+  seen: dict[str, tuple[bytes, float]] = dataclasses.field(default_factory=dict)
+
+  def alive(self, kv: ts.KvStore) -> list[Reader]:
+    """Those that have changed within `timeout_s`.
+
+    What a subscriber announced that has been silent for `FORGET` times as long
+    is deleted; heartbeats stay, for they count what their process produced.
+    """
+    now = self.clock()
+    announced = _announced(kv)
+    living = []
+    for key, (value, reader) in announced.items():
+      if self.seen.get(key, (b'', 0.0))[0] != value:
+        self.seen[key] = value, now
+      silent = now - self.seen[key][1]
+      if silent < self.timeout_s:
+        living.append(reader)
+      elif key.startswith('readers/') and silent > FORGET * self.timeout_s:
+        store.write(kv, key, None)
+    self.seen = {k: v for k, v in self.seen.items() if k in announced}
+    return living
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,29 +231,22 @@ def listing(kv: ts.KvStore) -> list[Entry]:
 
 
 def collect(
-  kv: ts.KvStore,
-  form: str,
-  *,
-  keep: int = 0,
-  now: float | None = None,
-  reader_timeout_s: float = READER_TIMEOUT_S,
+  kv: ts.KvStore, form: str, watch: Watch, *, keep: int = 0
 ) -> list[tuple[int, int]]:
   """Deletes what nobody can need any more; (version, fence) of each.
 
   Kept are the newest base and all after it, and likewise from the base of the
-  oldest version that is needed: by a reader whose heartbeat is younger than
-  `reader_timeout_s`, or as one of the `keep` versions before HEAD's. Left-overs
-  of older incarnations that HEAD never named go too. A reader taken for dead by
-  mistake (a slow one, a wrong clock) loses nothing but the way back: it goes on
-  from the newest base.
+  oldest version that is needed: by a living reader, or as one of the `keep`
+  versions before HEAD's. Left-overs of older incarnations that HEAD never named
+  go too. A reader taken for dead by mistake (it was cut off for longer than the
+  watch waits) loses nothing but the way back: it goes on from the newest base.
   """
-  now = time.time() if now is None else now
   head = store.read_head(kv, form)
   if head.ref is None:
     return []
   needed = {head.ref.version, head.ref.version - keep}
-  for reader in readers(kv):
-    if reader.form in (None, form) and now - reader.time < reader_timeout_s:
+  for reader in watch.alive(kv):
+    if reader.form in (None, form):
       needed |= set(reader.pinned)
       if reader.version is not None:
         needed.add(reader.version)
@@ -158,7 +258,16 @@ def collect(
     if version < floor or abandoned:
       _delete_version(kv, form, version, fence)
       gone.append((version, fence))
+  _forget_incarnations(kv, form, head.claimed)
   return gone
+
+
+def _forget_incarnations(kv: ts.KvStore, form: str, claimed: int) -> None:
+  """Names of starts before the present one; nobody waits for them any more."""
+  for key in store.keys(kv, f'weights/{form}/incarnations/'):
+    value = store.read(kv, key)[0]
+    if value is not None and store.parse_json(value, key)['fence'] < claimed:
+      store.write(kv, key, None)
 
 
 def _floor(kv: ts.KvStore, form: str, head: Ref, lowest: int) -> int:
@@ -181,10 +290,7 @@ def _delete_version(
   """Manifest first, so that no reader starts on a version half deleted."""
   prefix = prefix_of(form, version, fence)
   store.write(kv, prefix + 'manifest', None)
-  store.before_write(prefix)
-  # '.' < '/' < '0': the range takes the directory itself along.
-  span = ts.KvStore.KeyRange(prefix[:-1] + '.', prefix[:-1] + '0')
-  store.await_result(kv.delete_range(span), prefix, 'deleting')
+  store.remove_below(kv, prefix)
 
 
 @dataclasses.dataclass(frozen=True)

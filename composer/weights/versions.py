@@ -4,12 +4,13 @@ A base is a zarr3 group with one array a parameter (zstd, crc32c), readable by
 any zarr reader (types that zarr lacks, such as bfloat16, as unsigned words with
 the attribute `dtype`); a delta is blobs of `delta`, each for some of the
 tensors. The manifest names everything with its digest, and the manifest before
-it with its digest, so that all that can be read hangs on HEAD.
+it with its digest, so that all that can be read hangs on HEAD. Tensors that lie
+over several hosts are `pieces`; below, a tensor may be such a piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -18,6 +19,7 @@ import tensorstore as ts
 import xxhash
 
 from composer.weights import delta
+from composer.weights import pieces
 from composer.weights import store
 from composer.weights.store import BrokenWeights
 from composer.weights.store import Ref
@@ -63,6 +65,10 @@ class Manifest:
     changed: words that differ from the previous version; -1 if unknown.
     words: elements of the weights.
     time: seconds since the epoch, for people.
+    model: fields of the model's configuration, of a base; None if unknown.
+    shapes: of the tensors that are in pieces.
+    whole_digest: `delta.tree_digest` of the tensors with their pieces together:
+      the same however they are sharded.
   """
 
   form: str
@@ -80,6 +86,11 @@ class Manifest:
   changed: int
   words: int
   time: float
+  model: Mapping[str, Any] | None = None
+  shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(
+    default_factory=dict
+  )
+  whole_digest: str = ''
 
 
 def prefix_of(form: str, version: int, fence: int) -> str:
@@ -106,9 +117,11 @@ def read_manifest(kv: ts.KvStore, form: str, ref: Ref) -> Manifest:
   fields = store.parse_json(text, key)
   del fields['format']
   previous = fields.pop('previous')
+  shapes = fields.pop('shapes', {})
   return Manifest(
     **fields
     | {
+      'shapes': {name: tuple(shape) for name, shape in shapes.items()},
       'previous': None if previous is None else Ref(**previous),
       'tree': tuple((n, d, tuple(s)) for n, d, s in fields['tree']),
       'blobs': tuple(
@@ -140,18 +153,24 @@ def lineage(
 
 
 def write_base(
-  kv: ts.KvStore, prefix: str, flat: Mapping[str, np.ndarray]
+  kv: ts.KvStore,
+  prefix: str,
+  flat: Mapping[str, np.ndarray],
+  shapes: Mapping[str, pieces.Shape] | None = None,
 ) -> int:
   """Writes a zarr3 array for every tensor below `prefix`; the bytes written.
 
   The arrays are encoded in memory and then created key by key: like everything
   under weights/ their keys are create-only, which a zarr driver cannot promise.
+  Every host writes the chunks of its pieces, and the same description.
   """
   total = 0
   batch: dict[str, bytes] = {}
   held = 0
-  for name, array in flat.items():
-    for key, value in _zarr_objects(array).items():
+  for piece, array in flat.items():
+    name, box = pieces.parse(piece)
+    shape = array.shape if box is None else (shapes or {})[name]
+    for key, value in _zarr_objects(array, shape, box).items():
       batch[f'{prefix}{name}/{key}'] = value
       held += len(value)
     if held > _IN_FLIGHT_BYTES:
@@ -174,27 +193,37 @@ def write_groups(kv: ts.KvStore, prefix: str, names: Iterable[str]) -> int:
   return len(text) * len(folders)
 
 
-def _zarr_objects(array: np.ndarray) -> dict[str, bytes]:
-  """Keys and bytes of one zarr3 array."""
+def _zarr_objects(
+  array: np.ndarray, shape: pieces.Shape, box: pieces.Box | None
+) -> dict[str, bytes]:
+  """Keys and bytes of one zarr3 array, or of what a piece is of it."""
   memory = ts.KvStore.open('memory://').result()
-  target = ts.open(_zarr_spec(array), kvstore=memory, create=True).result()
+  spec = _zarr_spec(array, shape)
+  target = ts.open(spec, kvstore=memory, create=True).result()
+  if box is not None:
+    target = target[tuple(slice(a, b) for a, b in box)]
   target.write(array.view(_stored_as(array.dtype))).result()
   found = sorted(key.decode() for key in memory.list().result())
   return {key: memory.read(key).result().value for key in found}
 
 
-def _zarr_spec(array: np.ndarray) -> dict[str, Any]:
-  """One chunk up to `_CHUNK_BYTES`, else chunks along the first axis."""
+def _zarr_spec(array: np.ndarray, shape: pieces.Shape) -> dict[str, Any]:
+  """One chunk up to `_CHUNK_BYTES`, else chunks along the first axis.
+
+  Those of a tensor in pieces divide each piece.
+  """
   chunk = [max(1, size) for size in array.shape]
   if array.nbytes > _CHUNK_BYTES and array.ndim:
     row = max(1, array.nbytes // array.shape[0])
     chunk[0] = max(1, _CHUNK_BYTES // row)
+    if array.shape != tuple(shape):
+      chunk[0] = next(n for n in range(chunk[0], 0, -1) if len(array) % n == 0)
   return {
     'driver': 'zarr3',
     # Else a chunk of zeros is not written, and a lost one reads as zeros.
     'store_data_equal_to_fill_value': True,
     'metadata': {
-      'shape': list(array.shape),
+      'shape': list(shape),
       'data_type': _stored_as(array.dtype).name,
       'attributes': {'dtype': array.dtype.name},
       'chunk_grid': {
@@ -214,34 +243,27 @@ def _stored_as(dtype: np.dtype) -> np.dtype:
   return dtype if dtype.isbuiltin == 1 else np.dtype(f'u{dtype.itemsize}')
 
 
-def check_name(name: str) -> None:
-  parts = name.split('/')
-  if any(part in ('', '.', '..', 'zarr.json') for part in parts):
-    raise ValueError(
-      f'parameter name {name!r} cannot be a path of the exchange; use names'
-      " joined by single slashes, as in 'layers/attention/q'"
-    )
-
-
 def read_base(kv: ts.KvStore, manifest: Manifest) -> dict[str, np.ndarray]:
   """Reads a base and verifies every tensor (BrokenWeights)."""
   prefix = prefix_of(manifest.form, manifest.version, manifest.fence)
-  opened = [
-    ts.open(
+  parsed = [pieces.parse(entry[0]) for entry in manifest.tree]
+  opened = {
+    name: ts.open(
       {'driver': 'zarr3'}, kvstore=kv / f'{prefix}base/{name}/', open=True
     )
-    for name, _, _ in manifest.tree
-  ]
+    for name in dict.fromkeys(name for name, _ in parsed)
+  }
   flat = {}
   try:
-    reads = [
-      store.await_result(future, prefix + 'base', 'opening').read()
-      for future in opened
-    ]
-    for (name, kind, _), future in zip(manifest.tree, reads, strict=True):
-      words = store.await_result(future, f'{prefix}base/{name}', 'reading')
-      flat[name] = words.view(delta.DTYPES[kind])
-      flat[name].flags.writeable = False
+    arrays = {
+      name: store.await_result(future, f'{prefix}base/{name}', 'opening')
+      for name, future in opened.items()
+    }
+    reads = [_read_box(arrays[name], box) for name, box in parsed]
+    for (piece, kind, _), future in zip(manifest.tree, reads, strict=True):
+      words = store.await_result(future, f'{prefix}base/{piece}', 'reading')
+      flat[piece] = words.view(delta.DTYPES[kind])
+      flat[piece].flags.writeable = False
   except ValueError as error:
     raise BrokenWeights(f'the base {prefix} cannot be read: {error}') from error
   for name, got in delta.tensor_digests(flat).items():
@@ -252,10 +274,29 @@ def read_base(kv: ts.KvStore, manifest: Manifest) -> dict[str, np.ndarray]:
   return flat
 
 
+def _read_box(array: ts.TensorStore, box: pieces.Box | None) -> ts.Future:
+  """Words of a box; an array of another shape than the manifest's is refused."""
+  if box is not None:
+    array = array[tuple(slice(a, b) for a, b in box)]
+  return array.read()
+
+
+def start(kv: ts.KvStore, manifest: Manifest) -> list[ts.Future]:
+  """Begins to read a delta's blobs, for `load`; nothing of a base."""
+  prefix = prefix_of(manifest.form, manifest.version, manifest.fence)
+  return [kv.read(prefix + blob.key) for blob in manifest.blobs]
+
+
 def load(
-  kv: ts.KvStore, manifest: Manifest, held: Mapping[str, np.ndarray] | None
+  kv: ts.KvStore,
+  manifest: Manifest,
+  held: Mapping[str, np.ndarray] | None,
+  reads: Sequence[ts.Future] | None = None,
 ) -> dict[str, np.ndarray]:
   """The version's weights; a delta is applied to `held`, its predecessor's.
+
+  `reads` are those that `start` began. Weights are in the pieces that were
+  published; `pieces.assemble` puts them together.
 
   Raises BrokenWeights, and returns nothing, unless the result is bit-equal to
   what was published.
@@ -264,9 +305,9 @@ def load(
     return read_base(kv, manifest)
   assert held is not None, 'a delta needs the weights before it'
   prefix = prefix_of(manifest.form, manifest.version, manifest.fence)
-  reads = [(blob, kv.read(prefix + blob.key)) for blob in manifest.blobs]
+  reads = start(kv, manifest) if reads is None else reads
   flat: dict[str, np.ndarray] = {}
-  for blob, future in reads:
+  for blob, future in zip(manifest.blobs, reads, strict=True):
     result = store.await_result(future, prefix + blob.key, 'reading')
     if result.state != 'value':
       raise BrokenWeights(f'{prefix}{blob.key} is missing')
@@ -285,10 +326,10 @@ def load(
   return flat
 
 
-def fetch(
+def chain(
   kv: ts.KvStore, form: str, version: int | None = None
-) -> tuple[int, dict[str, np.ndarray]]:
-  """Reconstructs a version (None: HEAD's) from its base and the deltas since.
+) -> list[Manifest]:
+  """A base and the deltas after it that lead to a version (None: HEAD's).
 
   Raises:
     ValueError: no such version, it was collected, or (BrokenWeights) damaged.
@@ -297,23 +338,46 @@ def fetch(
   if head.ref is None:
     raise ValueError(f'the exchange holds no published version of {form!r}')
   version = head.ref.version if version is None else version
-  chain: list[Manifest] = []
+  found: list[Manifest] = []
   oldest = newest = head.ref.version
   if version <= newest:
     for ref, manifest in lineage(kv, form, head.ref):
       oldest = ref.version
-      if not chain and ref.version != version:
+      if not found and ref.version != version:
         continue
-      chain.append(manifest)
+      found.append(manifest)
       if manifest.kind == 'base':
         break
-  if not chain:
+  if not found:
     raise ValueError(
       f'version {version} of {form!r} is not in the exchange: its newest is'
       f' {newest}' + (f', its oldest {oldest}' if version < newest else '')
     )
+  return found[::-1]
+
+
+def rebuild(
+  kv: ts.KvStore, manifests: Sequence[Manifest]
+) -> dict[str, np.ndarray]:
+  """Weights at the end of a `chain`, in the pieces they were published in."""
   flat = None
-  for manifest in reversed(chain):
-    flat = load(kv, manifest, flat)
+  ahead = [start(kv, manifest) for manifest in manifests[:2]]
+  for index, manifest in enumerate(manifests):
+    if index + 2 < len(manifests):
+      ahead.append(start(kv, manifests[index + 2]))
+    flat = load(kv, manifest, flat, ahead.pop(0))
   assert flat is not None
-  return version, flat
+  return flat
+
+
+def fetch(
+  kv: ts.KvStore, form: str, version: int | None = None
+) -> tuple[int, dict[str, np.ndarray]]:
+  """Reconstructs a version (None: HEAD's) from its base and the deltas since.
+
+  Raises:
+    ValueError: no such version, it was collected, or (BrokenWeights) damaged.
+  """
+  manifests = chain(kv, form, version)
+  flat = rebuild(kv, manifests)
+  return manifests[-1].version, pieces.assemble(flat, manifests[0].shapes)

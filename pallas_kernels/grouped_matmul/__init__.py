@@ -21,6 +21,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import reference
 
 NAME = 'grouped_matmul'
+MANY = 256  # rows a group from which reading w no longer bounds the time
 
 
 def grouped_matmul(
@@ -189,15 +190,15 @@ def _choose(x, w, transpose, gated, implementation) -> str:
 
 
 def _tuned(pass_: str, m: int, k: int, n: int, groups: int):
-  """Tiles of the tunings, or the default for so many rows a group."""
+  """Tiles of the tunings, by the pass, many or few rows a group, K and N."""
   from pallas_kernels.grouped_matmul import gpu
 
   table = dispatch.tuning(NAME)
-  found = table.get(f'{pass_} {m} {k} {n} {groups}')
-  if found is not None:
-    return gpu.Tiles(**found)
-  few = m <= 2 * groups and pass_ == 'rows'
-  return gpu.Tiles(**table.get(f'{pass_} few' if few else pass_, {}))
+  amount = 'many' if m >= MANY * groups else 'few'
+  for key in (f'{pass_} {amount} {k} {n}', f'{pass_} {amount}'):
+    if key in table:
+      return gpu.Tiles(**table[key])
+  return gpu.Tiles()
 
 
 # --- Values and gradients ----------------------------------------------------

@@ -80,9 +80,9 @@ def make_batch(model, seed=0, replayed=True):
     'positions': positions,
     'experts': experts,
     'temperatures': rng.uniform(0.5, 1.5, shape).astype(np.float32),
-    'weights': np.where(
-      positions > 0, rng.normal(size=shape), 0
-    ).astype(np.float32),
+    'weights': np.where(positions > 0, rng.normal(size=shape), 0).astype(
+      np.float32
+    ),
   }
 
 
@@ -139,7 +139,7 @@ def spread(name, layout, numerics=FAST, batch=None):
     )
     logprobs, entropy, experts, native, load = aux
     experts, native = (parallel.whole(layout, a) for a in (experts, native))
-    loss = parallel.sum_rows(layout, loss)
+    loss = parallel.sum_rows(loss)
     return (loss, (logprobs, entropy, experts, native, load)), grads
 
   step = jax.shard_map(
@@ -157,7 +157,7 @@ def spread(name, layout, numerics=FAST, batch=None):
   return jax.device_get(jax.jit(step)(make_params(name), batch))
 
 
-def assert_equal(got, want, atol=2e-5):
+def assert_equal(got, want, tolerance=1e-5):
   (loss, outputs), grads = got
   (want_loss, want_outputs), want_grads = want
   np.testing.assert_allclose(loss, want_loss, rtol=1e-4, atol=1e-4)
@@ -169,7 +169,9 @@ def assert_equal(got, want, atol=2e-5):
   ):
     if name in ('logprobs', 'entropy'):  # the first has no meaning
       value, wanted = value[:, 1:], wanted[:, 1:]
-    np.testing.assert_allclose(value, wanted, atol=atol, err_msg=name)
+    np.testing.assert_allclose(
+      value, wanted, rtol=tolerance, atol=tolerance, err_msg=name
+    )
   want_grads = params_lib.named(want_grads)
   for name, value in params_lib.named(grads).items():
     if name.endswith('router_bias'):
@@ -182,7 +184,14 @@ def assert_equal(got, want, atol=2e-5):
     )
 
 
-@pytest.mark.parametrize('shape, rules', MESHES)
-@pytest.mark.parametrize('name', MODELS)
+CASES = [('latent', *mesh) for mesh in MESHES] + [
+  ('grouped', (1, 2, 4), 'train'),
+  ('grouped', (2, 2, 2), 'folded'),
+  ('softmax', (4, 2, 1), 'train'),
+  ('softmax', (2, 1, 4), 'train'),
+]
+
+
+@pytest.mark.parametrize('name, shape, rules', CASES)
 def test_equals_one_device(name, shape, rules):
   assert_equal(spread(name, make_layout(shape, rules)), alone(name))

@@ -24,7 +24,7 @@ NAMES = [
   'tpu_interpret',
   pytest.param('gpu_interpret', marks=needs_interpreter),
 ]
-SIZES = ([70, 0, 3, 131, 1], [0, 0, 5], [64, 128, 8])
+SIZES = ([70, 0, 3, 131, 1], [0, 0, 5])
 TILES = (
   gpu.Tiles(),
   gpu.Tiles(stages=3, slots=4, panel=1),
@@ -33,7 +33,7 @@ TILES = (
 )
 
 
-def draw(sizes, k=128, n=192, seed=0, dtype=jnp.bfloat16):
+def draw(sizes, k=128, n=128, seed=0, dtype=jnp.bfloat16):
   rng = np.random.default_rng(seed)
   x = jnp.asarray(rng.normal(size=(sum(sizes), k)), dtype)
   w = jnp.asarray(rng.normal(size=(len(sizes), k, n)), dtype)
@@ -127,9 +127,9 @@ def test_gradients(name, gated):
 
 
 @needs_interpreter
-@hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=3, deadline=None, derandomize=True)
 @hypothesis.given(
-  sizes=st.lists(st.integers(0, 140), min_size=1, max_size=4).filter(sum),
+  sizes=st.lists(st.integers(0, 140), min_size=1, max_size=2).filter(sum),
   tiles=st.sampled_from(TILES),
   data=st.data(),
 )
@@ -160,7 +160,7 @@ def test_bits_depend_on_the_row_alone(sizes, tiles, data):
 def test_weight_gradient_bits_do_not_depend_on_tiles():
   sizes = SIZES[0]
   x, _, group_sizes = draw(sizes)
-  dy = draw(sizes, k=192, seed=3)[0]
+  dy = draw(sizes, k=128, seed=3)[0]
   found = [
     bits(
       gpu_weights.weight_gradient(
@@ -176,7 +176,7 @@ def test_weight_gradient_bits_do_not_depend_on_tiles():
 def test_neighbours_nan_stays_out_of_the_weight_gradient(name):
   sizes = [3, 66, 5]
   x, _, group_sizes = draw(sizes)
-  dy = draw(sizes, k=192, seed=3)[0]
+  dy = draw(sizes, k=128, seed=3)[0]
   hurt = ops.weight_gradient(
     x.at[:3].set(jnp.nan),
     dy.at[-5:].set(jnp.nan),
@@ -206,18 +206,18 @@ def test_lowers_for_cuda(shape, tiles):
   assert 'mosaic_gpu' in mosaic.lower(weights, x, dy, sizes)
 
 
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=40)
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=25)
 @hypothesis.given(
-  sizes=st.lists(st.integers(0, 300), min_size=1, max_size=9),
+  sizes=st.lists(st.integers(0, 300), min_size=6, max_size=6),
   align=st.sampled_from([1, 8, 64]),
   empty=st.booleans(),
 )
 def test_tiles_cover_every_row_once(sizes, align, empty):
-  table, count = groups.row_tiles(
-    jnp.asarray(sizes), sum(sizes), 64, align, empty
-  )
+  table, count = groups.row_tiles(jnp.asarray(sizes), 1800, 64, align, empty)
   table, (count,) = np.asarray(table), np.asarray(count)
-  assert count <= len(table) or not sum(sizes)
+  assert count <= len(table)
+  most = groups.most_tiles(max(sum(sizes), 1), 6, 64, align)
+  assert count <= most + (6 if empty else 0)
   seen = np.full(sum(sizes), -1)
   visited = []
   for group, first, start, end in table[:count]:

@@ -238,23 +238,122 @@ def test_listing_says_what_is_there_and_who_runs_it(kv):
 
 def test_collect_keeps_what_a_living_reader_needs(kv):
   _publish(kv, 14)  # bases at 0, 4, 8, 12
-  now = time.time()
-  upkeep.announce(kv, upkeep.Reader('a', '1', FORM, 9, (), now))
-  upkeep.announce(kv, upkeep.Reader('a', 'dead', FORM, 1, (), now - 1e4))
-  upkeep.announce(kv, upkeep.Reader('b', 'other', 'nvfp4', 2, (), now))
-  gone = upkeep.collect(kv, FORM)
+  now = [0.0]
+  watch = upkeep.Watch(timeout_s=10.0, clock=lambda: now[0])
+
+  def say(process, version, pinned=(), form=FORM):
+    reader = upkeep.Reader('a', process, form, version, pinned, now[0])
+    upkeep.announce(kv, reader)
+
+  say('dead', 1)
+  say('1', 9)
+  say('other', 2, form='nvfp4')
+  assert upkeep.collect(kv, FORM, watch) == []  # who knows who is alive
+  now[0] = 11.0
+  say('1', 9)
+  gone = upkeep.collect(kv, FORM, watch)
   assert gone == [(version, 1) for version in range(8)]
   report = upkeep.verify(kv, FORM)
   assert report.versions == tuple(range(8, 14)) and not report.problems
-  assert upkeep.collect(kv, FORM, keep=4) == []
-  upkeep.announce(kv, upkeep.Reader('a', '1', FORM, 13, (8,), now))
-  assert upkeep.collect(kv, FORM) == []  # 8 is pinned
-  upkeep.announce(kv, upkeep.Reader('a', '1', FORM, 13, (), now))
-  assert upkeep.collect(kv, FORM) == [(v, 1) for v in range(8, 12)]
+  say('1', 13)
+  assert upkeep.collect(kv, FORM, watch, keep=4) == []
+  say('1', 13, pinned=(8,))
+  assert upkeep.collect(kv, FORM, watch) == []  # 8 is pinned
+  say('1', 13, pinned=(9,))
+  assert upkeep.collect(kv, FORM, watch) == []
+  say('1', 13)
+  assert upkeep.collect(kv, FORM, watch) == [(v, 1) for v in range(8, 12)]
   assert not any('/8-1/' in key for key in store.keys(kv, 'weights/'))
   _same(versions.fetch(kv, FORM, 13)[1], 13)
   with pytest.raises(ValueError, match='oldest 12'):
     versions.fetch(kv, FORM, 9)
+
+
+@pytest.mark.parametrize('skew', [-1e6, 1e6])
+def test_a_readers_clock_does_not_decide_whether_it_lives(kv, skew):
+  _publish(kv, 6)
+  now = [1e9]
+  watch = upkeep.Watch(timeout_s=10.0, clock=lambda: now[0])
+  for step in range(4):
+    now[0] += 9.0
+    reader = upkeep.Reader('a', '1', FORM, 2, (), now[0] + skew + step)
+    upkeep.announce(kv, reader)
+    assert upkeep.collect(kv, FORM, watch) == []
+  now[0] += 11.0
+  assert upkeep.collect(kv, FORM, watch) == [(v, 1) for v in range(4)]
+
+
+def test_subscribers_announce_what_they_hold_and_are_forgotten(kv):
+  _publish(kv, 6)
+  now = [0.0]
+  watch = upkeep.Watch(timeout_s=10.0, clock=lambda: now[0])
+  reader = sync.Subscriber(kv, FORM, reader=('lab', 'p1'))
+  idle = sync.Subscriber(kv, FORM, reader=('lab', 'p2'))
+  reader.poll()
+  idle.poll()
+  _publish(kv, 4)
+  assert [r.version for r in upkeep.readers(kv)] == [5, 5]
+  assert upkeep.collect(kv, FORM, watch) == [(v, 1) for v in range(4)]
+  reader.poll()
+  idle.close()
+  assert [r.version for r in upkeep.readers(kv)] == [9]
+  assert upkeep.collect(kv, FORM, watch) == [(4, 1), (5, 1)]
+  for now[0] in (11.0, 100.0):
+    watch.alive(kv)
+  assert upkeep.readers(kv) == []
+
+
+def test_what_is_about_to_be_read_is_announced_first(kv, monkeypatch):
+  """A collection between the announcement and the end of the read."""
+  _publish(kv, 6)
+  watch = upkeep.Watch()
+  reader = sync.Subscriber(kv, FORM, reader=('lab', 'slow'))
+  lineage = versions.lineage
+
+  def slow(*arguments):
+    monkeypatch.undo()
+    _publish(kv, 9)
+    upkeep.collect(kv, FORM, watch)
+    return lineage(*arguments)
+
+  monkeypatch.setattr(versions, 'lineage', slow)
+  number, got = reader.poll()
+  assert number == 5
+  _same(got, 5)
+
+
+def test_a_version_that_went_while_it_was_read_leads_to_the_next(
+  kv, monkeypatch
+):
+  _publish(kv, 6)
+  reader = sync.Subscriber(kv, FORM)  # it does not announce itself
+  lineage = versions.lineage
+
+  def slow(*arguments):
+    monkeypatch.undo()
+    _publish(kv, 9)
+    upkeep.collect(kv, FORM, upkeep.Watch())
+    return lineage(*arguments)
+
+  monkeypatch.setattr(versions, 'lineage', slow)
+  number, got = reader.poll()
+  assert number == 14
+  _same(got, 14)
+
+
+def test_nothing_is_left_of_what_was_collected(tmp_path):
+  kv = store.open_exchange(f'file://{tmp_path}/exchange')
+  for _ in range(3):
+    _publish(kv, 5)
+    upkeep.collect(kv, FORM, upkeep.Watch())
+  root = tmp_path / 'exchange' / 'weights' / FORM
+  kept = {f'{v}-{f}' for v, f in _directories(kv)}
+  assert {path.name for path in root.iterdir()} == kept
+  assert len(kept) == 1
+
+
+def _directories(kv):
+  return {(e.version, e.fence) for e in upkeep.listing(kv)}
 
 
 def test_collect_takes_left_overs_but_not_work_in_progress(kv):
@@ -262,7 +361,7 @@ def test_collect_takes_left_overs_but_not_work_in_progress(kv):
   store.create(kv, {f'weights/{FORM}/2-1/0/0': b'of a publisher that died'})
   _publish(kv, 1)
   store.create(kv, {f'weights/{FORM}/3-2/0/0': b'being written now'})
-  gone = upkeep.collect(kv, FORM)
+  gone = upkeep.collect(kv, FORM, upkeep.Watch())
   assert (2, 1) in gone and (3, 2) not in gone
 
 
@@ -288,5 +387,7 @@ def test_a_damaged_manifest_stops_neither_publisher_nor_collection(kv):
   store.write(kv, f'weights/{FORM}/5-1/manifest', b'{}')
   _publish(kv, 2)
   _same(sync.Subscriber(kv, FORM).poll()[1], 7)
-  assert upkeep.collect(kv, FORM, keep=6) == [(v, 1) for v in range(6)]
+  assert upkeep.collect(kv, FORM, upkeep.Watch(), keep=6) == [
+    (v, 1) for v in range(6)
+  ]
   assert upkeep.verify(kv, FORM).versions == (6, 7)

@@ -22,7 +22,6 @@ is there, because the model was trained on its output.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-import copy
 import functools
 import hashlib
 import json
@@ -207,9 +206,7 @@ def _check_kind(document: Mapping[str, Any], where: str) -> None:
       ' only byte-level BPE is read (Qwen, DeepSeek, Kimi, SmolLM2, Llama 3)'
     )
   faults = [
-    f'{token!r}: {i!r}'
-    for token, i in vocabulary.items()
-    if not _is_id(i)
+    f'{token!r}: {i!r}' for token, i in vocabulary.items() if not _is_id(i)
   ]
   if faults:
     raise ValueError(f'{where}: ids that are no numbers: {faults[0]}')
@@ -256,23 +253,27 @@ def _without_controls(
   document: Mapping[str, Any], controls: Mapping[str, int]
 ) -> dict[str, Any]:
   """The description of an encoder that knows no control token."""
-  made = copy.copy(dict(document))
-  made['model'] = dict(document['model'])
-  made['model'].update(
+  added = _added_tokens(document, '')
+  text = {token: i for token, i in added.items() if token not in controls}
+  vocabulary = {
+    token: i
+    for token, i in document['model']['vocab'].items()
+    if token not in controls
+  }
+  made = dict(document)
+  made['model'] = {
+    **document['model'],
     # A dropout would encode one text in several ways; an unknown token would
     # be a control token that arises from text.
-    dropout=None,
-    unk_token=None,
-    vocab={
-      token: i
-      for token, i in document['model']['vocab'].items()
-      if token not in controls
-    },
-  )
+    'dropout': None,
+    'unk_token': None,
+    # Added tokens are numbered anew unless the model knows them.
+    'vocab': {**vocabulary, **text},
+  }
   made['added_tokens'] = [
     token
     for token in document.get('added_tokens') or ()
-    if token['content'] not in controls
+    if token['content'] in text
   ]
   made.update(post_processor=None, truncation=None, padding=None)
   return made

@@ -136,15 +136,21 @@ def last_pair(
 ) -> tuple[bytes, bytes] | None:
   """The two parts from which merging makes `token`, or None."""
   parts = [token[i : i + 1] for i in range(len(token))]
+  none = len(ranks)
+  pairs = [
+    ranks.get(token[i : i + 2], none) for i in range(len(token) - 1)
+  ]  # rank of parts[i] + parts[i + 1]
   while len(parts) > 2:
-    best, at = None, -1
-    for i in range(len(parts) - 1):
-      rank = ranks.get(parts[i] + parts[i + 1])
-      if rank is not None and (best is None or rank < best):
-        best, at = rank, i
-    if best is None:
+    best = min(pairs)
+    if best == none:
       return None
+    at = pairs.index(best)
     parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    del pairs[at]
+    if at:
+      pairs[at - 1] = ranks.get(parts[at - 1] + parts[at], none)
+    if at < len(pairs):
+      pairs[at] = ranks.get(parts[at] + parts[at + 1], none)
   if len(parts) < 2 or any(part not in ranks for part in parts):
     return None
   return parts[0], parts[1]

@@ -1,0 +1,115 @@
+"""The parts that every way through the model shares.
+
+The declaration of all parameters, and the two row-wise halves of a layer:
+`project` before attention, `finish` after it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from composer import config as config_lib
+from composer import mesh as mesh_lib
+from composer import params as params_lib
+from composer.model import attention
+from composer.model import layers
+from composer.model import moe
+
+Array = jax.Array
+ModelConfig = config_lib.ModelConfig
+NumericsConfig = config_lib.NumericsConfig
+ParamSpec = params_lib.ParamSpec
+
+
+@struct.dataclass
+class Output:
+  """What a forward pass over packed segments gives."""
+
+  hidden: Array  # [B, T, D], in `numerics.compute`
+  experts: Array  # int16 [B, T, L, K], in use
+  native: Array  # int16 [B, T, L, K], what the router alone would have chosen
+  load: Array  # float32 [L, E], tokens that each expert got
+
+
+def spec(config: ModelConfig) -> Any:
+  """The declaration of every parameter."""
+  v, d = config.vocab_size, config.width
+  sparse = config.layers - config.dense_layers
+  out = {
+    'embed': ParamSpec((v, d), ('vocab', 'embed'), 'embedding'),
+    'final_norm': ParamSpec((d,), ('embed',), 'ones'),
+  }
+  if not config.tie_embeddings:
+    out['unembed'] = ParamSpec((d, v), ('embed', 'vocab'), fan_in=d)
+  if config.dense_layers:
+    out['dense'] = {
+      'attention': attention.spec(config, config.dense_layers),
+      'mlp': layers.feed_forward_spec(config, config.dense_layers),
+    }
+  if sparse:
+    out['layers'] = {
+      'attention': attention.spec(config, sparse),
+      'moe': moe.spec(config, sparse),
+    }
+  return out
+
+
+def moe_layers(config: ModelConfig) -> int:
+  """L of every routing array."""
+  return config.layers - config.dense_layers
+
+
+def finish(
+  p: Any,
+  config: ModelConfig,
+  numerics: NumericsConfig,
+  form: str,
+  plausibility: float,
+  x: Array,
+  heads: Array,
+  replay: Array,
+  layout: mesh_lib.Layout | None = None,
+) -> tuple[Array, Array, Array]:
+  """Attention's output to the layer's output; rows [R, ...]."""
+  p = layers.as_compute(numerics, p)
+  x = attention.combine_heads(p['attention'], config, form, x, heads)
+  if 'mlp' in p:
+    none = jnp.zeros((x.shape[0], 0), jnp.int32)
+    return layers.feed_forward(p['mlp'], config, x), none, none
+  return moe.moe(
+    p['moe'], config, numerics.moe, x, replay, plausibility, layout
+  )
+
+
+def project(
+  p: Any,
+  config: ModelConfig,
+  numerics: NumericsConfig,
+  form: str,
+  x: Array,
+  cos: Array,
+  sin: Array,
+) -> tuple[Array, Array, Array | None]:
+  """The layer's input to queries, keys and values; rows [R, ...]."""
+  p = layers.as_compute(numerics, p['attention'])
+  return attention.project(p, config, form, x, cos, sin)
+
+
+def rope(
+  config: ModelConfig, positions: Array, length: int
+) -> tuple[Array, Array]:
+  """cos and sin [R, K / 2] of positions [R], all below `length`."""
+  cos, sin = layers.rope_table(config, length)
+  return jnp.asarray(cos)[positions], jnp.asarray(sin)[positions]
+
+
+def score_arguments(config: ModelConfig, form: str) -> dict[str, Any]:
+  """What `attention.dense` and `attention.paged` take beside arrays."""
+  return {
+    'divisor': attention.divisor(config),
+    'width': attention.width(config, form),
+  }

@@ -1,0 +1,130 @@
+"""Dense matmul and RMSNorm: values, gradients, and the bits of a row."""
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import grouped_matmul
+from pallas_kernels import matmul
+from pallas_kernels import mosaic
+from pallas_kernels import norm
+from pallas_kernels.grouped_matmul import gpu as grouped_gpu
+from pallas_kernels.norm import gpu as norm_gpu
+from pallas_kernels.norm import shapes
+
+needs_interpreter = pytest.mark.skipif(
+  not hasattr(plgpu, 'InterpretGPUParams'),
+  reason='this jax cannot interpret Mosaic GPU kernels',
+)
+NAMES = [
+  'reference',
+  'tpu_interpret',
+  pytest.param('gpu_interpret', marks=needs_interpreter),
+]
+
+
+def draw(*shape, seed=0):
+  rng = np.random.default_rng(seed)
+  return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+
+def close(got, want, tolerance=4e-3):
+  got = np.asarray(got, np.float32)
+  assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize('transpose', [False, True])
+@pytest.mark.parametrize('name', NAMES)
+def test_matmul(name, transpose):
+  x, w, dy = draw(70, 128), draw(128, 192, seed=1), draw(70, 192, seed=2)
+  w = w.T if transpose else w
+
+  def ours(x, w):
+    return matmul.matmul(x, w, transpose=transpose, implementation=name)
+
+  wide = [a.astype(jnp.float32) for a in (x, w)]
+  want, back = jax.vjp(lambda x, w: x @ (w.T if transpose else w), *wide)
+  got, ours_back = jax.vjp(ours, x, w)
+  close(got, want)
+  for a, b in zip(ours_back(dy), back(dy.astype(jnp.float32)), strict=True):
+    close(a, b)
+
+
+@needs_interpreter
+def test_matmul_has_the_bits_of_one_group_and_of_any_rows():
+  x, w = draw(75, 128), draw(128, 64, seed=1)
+  whole = matmul.matmul(x, w, implementation='gpu_interpret')
+  one = matmul.matmul(x[3:4], w, implementation='gpu_interpret')
+  np.testing.assert_array_equal(one, whole[3:4])
+  grouped = grouped_matmul.grouped_matmul(
+    x,
+    jnp.stack([w, w]),
+    jnp.asarray([13, 62]),
+    implementation='gpu_interpret',
+    tiles=grouped_gpu.Tiles(consumers=1, columns=64),
+  )
+  np.testing.assert_array_equal(grouped, whole)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_norm(name):
+  x, scale, dy = draw(3, 5, 640), draw(640, seed=1), draw(3, 5, 640, seed=2)
+
+  def plain(x, scale):
+    mean = jnp.mean(x * x, -1, keepdims=True)
+    return x / jnp.sqrt(mean + 1e-5) * scale[None, None, :]
+
+  def ours(x, scale):
+    return norm.rms_norm(x, scale, epsilon=1e-5, implementation=name)
+
+  wide = [a.astype(jnp.float32) for a in (x, scale)]
+  want, back = jax.vjp(plain, *wide)
+  got, ours_back = jax.vjp(ours, x, scale)
+  close(got, want)
+  for a, b in zip(ours_back(dy), back(dy.astype(jnp.float32)), strict=True):
+    close(a, b)
+  one = ours(x[1, 2:3], scale)
+  np.testing.assert_array_equal(one, got[1, 2:3])
+
+
+@pytest.mark.parametrize('depth', [s.depth for s in shapes.TRAINING[:2]])
+def test_norm_lowers_for_cuda(depth):
+  text = mosaic.lower(
+    lambda x, scale: norm_gpu.rms_norm(x, scale, 1e-6),
+    jax.ShapeDtypeStruct((16384, depth), jnp.bfloat16),
+    jax.ShapeDtypeStruct((depth,), jnp.bfloat16),
+  )
+  assert 'mosaic_gpu' in text
+
+
+def test_bad_input():
+  with pytest.raises(ValueError, match='differ in K'):
+    matmul.matmul(draw(4, 64), draw(128, 64))
+  with pytest.raises(ValueError, match='cast one'):
+    matmul.matmul(draw(4, 64), draw(64, 64).astype(jnp.float32))
+  with pytest.raises(ValueError, match='multiple of 64'):
+    matmul.matmul(draw(4, 72), draw(72, 64), implementation='gpu')
+  with pytest.raises(ValueError, match='must end in'):
+    norm.rms_norm(draw(4, 64), draw(32))
+  with pytest.raises(ValueError, match='epsilon'):
+    norm.rms_norm(draw(4, 64), draw(64), epsilon=-1.0)
+  with pytest.raises(ValueError, match='multiples of 128'):
+    norm.rms_norm(draw(4, 64), draw(64), implementation='gpu')
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(mosaic.available() is not None, reason='needs a Hopper GPU')
+def test_on_the_device():
+  x, w = draw(4096, 7168), draw(7168, 1536, seed=1)
+  whole = matmul.matmul(x, w, implementation='gpu')
+  close(whole[:64], np.asarray(x[:64], np.float32) @ np.asarray(w, np.float32))
+  scale = draw(7168, seed=2)
+  normed = norm.rms_norm(x, scale, implementation='gpu')
+  close(normed, norm.reference.rms_norm(x.astype(jnp.float32), scale, 1e-6))
+  for rows in (1, 8, 100):
+    some = matmul.matmul(x[7 : 7 + rows], w, implementation='gpu')
+    np.testing.assert_array_equal(some, whole[7 : 7 + rows])
+    some = norm.rms_norm(x[7 : 7 + rows], scale, implementation='gpu')
+    np.testing.assert_array_equal(some, normed[7 : 7 + rows])
