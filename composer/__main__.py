@@ -18,12 +18,11 @@ from pathlib import Path
 import shlex
 import signal
 import sys
-import time
 from types import FrameType
 import warnings
 
 ROLES = ('all', 'trainer', 'rollout', 'eval')
-BENCHES = ('machines', 'mismatch')
+BENCHES = ('kernels', 'machines', 'mismatch')
 TRACEBACK = 'COMPOSER_TRACEBACK'  # set: errors come with their traceback
 
 
@@ -201,12 +200,18 @@ def _add_upcycle(commands: argparse._SubParsersAction) -> None:
       help=f'{text} (default: {default})',
     )
   parser.add_argument(
+    '--router',
+    choices=('sigmoid', 'softmax'),
+    default='sigmoid',
+    help='sigmoid has a selection bias that training balances (default)',
+  )
+  parser.add_argument(
     '--noise',
     type=float,
     default=0.0,
     metavar='X',
-    help='of expert weights, in units of 1/sqrt(fan in): breaks the symmetry'
-    ' of the experts, and the equality with SRC (default: 0)',
+    help='of expert weights, relative to each: breaks the symmetry of the'
+    ' experts, and the equality with SRC (default: 0)',
   )
 
 
@@ -251,7 +256,7 @@ def _add_weights(commands: argparse._SubParsersAction) -> None:
     'rebuild every version and check every digest',
   )
   fetch = _command(
-    actions, 'fetch', _weights_fetch, 'write a version as a safetensors file'
+    actions, 'fetch', _weights_fetch, 'rebuild a version as a checkpoint'
   )
   for action in (ls, verify, fetch):
     action.add_argument(
@@ -265,9 +270,16 @@ def _add_weights(commands: argparse._SubParsersAction) -> None:
   fetch.add_argument(
     '--out',
     type=Path,
-    metavar='FILE',
+    metavar='PATH',
     required=True,
-    help='safetensors file to write',
+    help='directory to make, which composer score reads; or the name of a'
+    ' .safetensors file',
+  )
+  fetch.add_argument(
+    '--to',
+    choices=('ours', 'hf'),
+    default='ours',
+    help='layout of the directory; transformers reads hf (default: ours)',
   )
 
 
@@ -374,6 +386,7 @@ def _upcycle(arguments: argparse.Namespace) -> int:
     experts_per_token=arguments.top_k,
     granularity=arguments.granularity,
     keep_dense=arguments.keep_dense,
+    router=arguments.router,
     noise=arguments.noise,
     seed=arguments.seed,
   )
@@ -389,15 +402,21 @@ def _score(arguments: argparse.Namespace) -> int:
 
   tune_malloc()
   default_platform()
+
+  def report(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+      end = '\n' if done == total else ''
+      print(f'\r{done} of {total} tokens', end=end, file=sys.stderr, flush=True)
+
   with _interruptible():
-    print(
-      score.run(
-        arguments.checkpoint,
-        arguments.tokens,
-        experts=arguments.experts,
-        compute=arguments.compute,
-      )
+    text = score.run(
+      arguments.checkpoint,
+      arguments.tokens,
+      experts=arguments.experts,
+      compute=arguments.compute,
+      report=report,
     )
+  print(text)
   return 0
 
 
@@ -418,23 +437,10 @@ def _open_exchange(exchange: str):
 
 
 def _weights_ls(arguments: argparse.Namespace) -> int:
-  from composer.weights import upkeep
+  from composer.weights import telling
 
-  entries = upkeep.listing(_open_exchange(arguments.exchange))
-  if not entries:
-    print('no versions')
-    return 0
-  print(f'{"form":8}{"version":>8} {"kind":11}{"MB":>9}{"ratio":>7}  published')
-  for entry in entries:
-    when = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(entry.time))
-    notes = [*(['HEAD'] if entry.head else []), *entry.readers]
-    if not entry.live:
-      notes.append('abandoned')
-    line = (
-      f'{entry.form:8}{entry.version:8d} {entry.kind:11}'
-      f'{entry.bytes / 1e6:9.3f}{entry.ratio:7.3f}  {when}  {" ".join(notes)}'
-    )
-    print(line.rstrip())
+  for line in telling.listing(_open_exchange(arguments.exchange)):
+    print(line)
   return 0
 
 
@@ -452,21 +458,15 @@ def _weights_verify(arguments: argparse.Namespace) -> int:
 
 
 def _weights_fetch(arguments: argparse.Namespace) -> int:
-  import safetensors.numpy
-
-  from composer.weights import versions
+  from composer.weights import fetching
 
   kv = _open_exchange(arguments.exchange)
-  version, flat = versions.fetch(kv, arguments.form, arguments.version)
-  # Under another name first: an interrupted fetch leaves no half a file.
-  part = arguments.out.with_name(arguments.out.name + '.part')
-  try:
-    about = {'form': arguments.form, 'version': str(version)}
-    safetensors.numpy.save_file(flat, part, about)
-    part.replace(arguments.out)
-  finally:
-    part.unlink(missing_ok=True)
-  print(f'version {version} of {arguments.form}: {arguments.out}')
+  with _interruptible():
+    print(
+      fetching.fetch(
+        kv, arguments.form, arguments.version, arguments.out, arguments.to
+      )
+    )
   return 0
 
 

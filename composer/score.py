@@ -2,7 +2,8 @@
 
 Lists are padded to a few lengths and scored many at a time, in the numerics in
 which a row's bits do not depend on what stands beside it: a list has the same
-answer alone and in a file of a thousand.
+answer alone and in a file of a thousand. (Not so of models that are too large
+for `experts_dense`: the ragged products that these take promise no bits.)
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer import config as config_lib
+from composer import params as params_lib
 from composer.model import checkpoints
 from composer.model import transformer
 
@@ -26,6 +28,7 @@ NumericsConfig = config_lib.NumericsConfig
 SHORTEST = 64  # tokens that a list is padded to, at least
 BATCH_TOKENS = 4096  # of one forward pass, where lists are shorter
 DENSE_EXPERTS = 16_384  # E x F up to which every expert meets every row
+WIDE = 4  # bytes of a float32
 Report = Callable[[int, int], None]
 
 
@@ -51,12 +54,12 @@ def read_lists(
   for i, tokens in enumerate(lists):
     if not isinstance(tokens, list) or not tokens:
       raise ValueError(
-        f'{path}: entry {i} is {str(tokens)[:40]}; write {wanted}'
+        f'{path}: entry {i} is {json.dumps(tokens)[:40]}; write {wanted}'
       )
     for j, token in enumerate(tokens):
       if type(token) is not int or not 0 <= token < vocab_size:
         raise ValueError(
-          f'{path}: entry {i} has {str(token)[:40]} at place {j}; token ids of'
+          f'{path}: entry {i} has {json.dumps(token)[:40]} at place {j}; token ids of'
           f' this model are whole numbers from 0 to {vocab_size - 1}'
         )
   return lists
@@ -70,6 +73,7 @@ def numerics(config: ModelConfig, compute: str = 'float32') -> NumericsConfig:
     row_block=64,
     kv_block=32,
     moe='dense' if small else 'sorted',
+    mla='expanded',
     compute=compute,
   )
 
@@ -172,7 +176,10 @@ def run(
   """
   source = checkpoints.open_source(checkpoint)
   lists = read_lists(tokens, source.config.vocab_size)
+  require_memory(source.config, lists, _memory())
   params = checkpoints.read_params(source, dtype=jnp.float32)
+  if source.kind == 'run':  # its masters are rounded before they compute
+    params = params_lib.as_computed(transformer.spec(source.config), params)
   results = score(
     params,
     source.config,
@@ -190,5 +197,41 @@ def run(
         ' number there (composer convert names weights that are none)'
       )
   return json.dumps(
-    [{k: v.tolist() for k, v in result.items()} for result in results]
+    [{k: v.tolist() for k, v in result.items()} for result in results],
+    allow_nan=False,
   )
+
+
+def require_memory(
+  config: ModelConfig, lists: Sequence[Sequence[int]], memory: int
+) -> None:
+  """Refuses what would not fit: the parameters, or a list that is too long.
+
+  Args:
+    config: of the model.
+    lists: token ids.
+    memory: bytes that there are.
+  """
+  held = WIDE * params_lib.count(transformer.spec(config))
+  if held > memory:
+    raise ValueError(
+      f'the model takes {held / 1e9:.1f} GB in float32, and there are'
+      f' {memory / 1e9:.1f} GB; score it on a larger machine'
+    )
+  # Of a layer: its input and output, queries, heads, keys and values.
+  heads = config.nope_dim + config.rope_dim or config.head_dim
+  wide = 4 * config.width + 4 * config.heads * heads
+  most = (memory - held) // (WIDE * wide)
+  for i, tokens in enumerate(lists):
+    if len(tokens) > most:
+      raise ValueError(
+        f'entry {i} has {len(tokens)} tokens; beside the model'
+        f' there is memory for about {most}, split the list'
+      )
+
+
+def _memory() -> int:
+  """Bytes of the device that computes; of the machine, if that is a CPU."""
+  device = jax.local_devices()[0]
+  limit = (device.memory_stats() or {}).get('bytes_limit')
+  return limit or os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')

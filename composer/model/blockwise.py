@@ -136,6 +136,11 @@ class _Blocks:
 
 
 def _blocks(shape: Shape, up, q, source, segment_ids, positions) -> _Blocks:
+  # Else `jax.checkpoint` makes and keeps the masks of all pairs, for they depend
+  # on nothing that is differentiated.
+  q, segment_ids, positions = jax.lax.optimization_barrier(
+    (q, segment_ids, positions)
+  )
   b, t, h, _ = q.shape
   config, size = shape.config, t // 2
   g = config.kv_heads

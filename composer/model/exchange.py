@@ -1,7 +1,7 @@
 """Experts on other devices: rows go to them, and what they make comes back.
 
-A token's K rows are sorted by expert, and so by the device that holds it. They
-travel in rounds: in each, a device sends every other at most `capacity` rows,
+A token's K rows are sorted by the device that holds their expert. They travel in
+rounds: in each, a device sends every other at most `capacity` rows,
 in buffers of one static size, by one all-to-all. With a balanced router one
 round does; rounds go on until every row was served, and nothing is dropped. The
 loop has a custom derivative, for the number of its trips is known only while it
@@ -116,22 +116,51 @@ def _divisor(rows: int, most: int) -> int:
 # --- one round ----------------------------------------------------------------
 
 
+def _counting_sort(
+  keys: Array, groups: int
+) -> tuple[Array, Array, Array, Array]:
+  """Sorts keys [N], each below `groups`; equal ones keep their order.
+
+  By products and one scatter: XLA takes many seconds to compile a sort of this
+  size for a TPU.
+
+  Returns:
+    (place [N] of each key among its equals, place in the whole, its inverse,
+    size of each group [groups]), int32.
+  """
+  n, block = keys.shape[0], _divisor(keys.shape[0], 256)
+  one_hot = keys[:, None] == jnp.arange(groups)[None]
+  blocks = one_hot.astype(jnp.bfloat16).reshape(n // block, block, groups)
+  # Sums of zeros and ones, exact in float32 up to 2^24.
+  before = jnp.tri(block, k=-1, dtype=jnp.bfloat16)
+  inside = jnp.einsum(
+    'ij,bjg->big', before, blocks, preferred_element_type=jnp.float32
+  )
+  sums = jnp.sum(blocks, axis=1, dtype=jnp.float32)  # [N / block, G]
+  ahead = jnp.cumsum(sums, axis=0) - sums
+  count = jnp.sum(sums, axis=0).astype(jnp.int32)
+  start = jnp.cumsum(count) - count
+  ranks = (inside + ahead[:, None]).reshape(n, groups)
+  rank = jnp.sum(jnp.where(one_hot, ranks, 0), axis=1).astype(jnp.int32)
+  place = start[keys] + rank
+  order = jnp.zeros((n,), jnp.int32)
+  order = order.at[place].set(
+    jnp.arange(n, dtype=jnp.int32), unique_indices=True
+  )
+  return rank, place, order, count
+
+
 def _plan(sizes: Sizes, held: int, experts: Array) -> Plan:
   flat = experts.reshape(-1)
-  source = jnp.argsort(flat, stable=True).astype(jnp.int32)
-  ordered = flat[source]
-  first = jnp.arange(sizes.devices + 1, dtype=jnp.int32) * held
-  bounds = jnp.searchsorted(ordered, first).astype(jnp.int32)
-  start, count = bounds[:-1], bounds[1:] - bounds[:-1]
-  device = experts // held
-  order = jnp.argsort(source).astype(jnp.int32).reshape(experts.shape)
+  device = flat // held
+  rank, _, source, count = _counting_sort(device, sizes.devices)
   return Plan(
     source=source,
-    start=start,
+    start=jnp.cumsum(count) - count,
     count=count,
-    expert=ordered % held,
-    device=device,
-    place=order - start[device],
+    expert=flat[source] % held,
+    device=device.reshape(experts.shape),
+    place=rank.reshape(experts.shape),
   )
 
 
@@ -192,23 +221,12 @@ def _arrive(sizes: Sizes, held: int, plan: Plan, taken: Any) -> Arrived:
   """Tells the others which experts are wanted, and hears it from them."""
   index, valid, counts = taken
   wanted = jnp.where(valid, plan.expert[index], held).astype(jnp.int32)
-  wanted = _padded(sizes, wanted, counts, counts).reshape(-1)
-  order = jnp.argsort(wanted, stable=True).astype(jnp.int32)
-  bounds = jnp.searchsorted(wanted[order], jnp.arange(held + 1)).astype(
-    jnp.int32
-  )
-  received = jnp.sum(
-    wanted.reshape(sizes.devices, -1) < held, axis=1, dtype=jnp.int32
-  )
-  real = jnp.arange(wanted.shape[0]) < bounds[-1]
-  return Arrived(
-    order,
-    jnp.argsort(order).astype(jnp.int32),
-    bounds[1:] - bounds[:-1],
-    real[:, None],
-    counts,
-    received,
-  )
+  wanted = _padded(sizes, wanted, counts, counts)
+  received = jnp.sum(wanted < held, axis=1, dtype=jnp.int32)
+  wanted = wanted.reshape(-1)
+  _, back, order, count = _counting_sort(wanted, held + 1)
+  real = jnp.arange(wanted.shape[0]) < wanted.shape[0] - count[held]
+  return Arrived(order, back, count[:held], real[:, None], counts, received)
 
 
 def _send(sizes: Sizes, arrived: Arrived, rows: Array) -> Array:

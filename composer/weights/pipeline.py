@@ -12,13 +12,15 @@ rarer, never the trainer slower. Hosts that publish together must publish the
 same versions, so there `submit` waits for its place.
 
 A store that fails is tried again for `patience_s`, with whatever is the newest
-version by then. What goes wrong for good is raised by the next call.
+version by then. What goes wrong for good, a full disk among it, is raised by the
+next call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import errno
 import threading
 import time
 
@@ -27,6 +29,8 @@ import numpy as np
 from composer.weights import pieces
 from composer.weights import sync
 
+# What no waiting helps against: a full disk, a store that refuses us.
+LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 RETRY_S = (0.1, 10.0)  # first and longest pause between two attempts
 
 
@@ -198,8 +202,9 @@ class Pipeline:
           made.flat, version, shapes=made.shapes, copy=False
         )
         self._after(form, stats)
-      except OSError:  # TimeoutError is one
-        if self._closing or self._together or time.monotonic() > deadline:
+      except OSError as error:  # TimeoutError is one
+        lasting = error.errno in LASTING or time.monotonic() > deadline
+        if lasting or self._closing or self._together:
           raise
         time.sleep(pause)
         pause = min(RETRY_S[1], 2 * pause)

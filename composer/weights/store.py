@@ -12,8 +12,8 @@ version consists of is `versions`, who reads and what is deleted `upkeep`.
     clusters/<cluster>/<process>             heartbeat: time, form, version
     readers/<cluster>/<process>              what a subscriber holds and needs
 
-HEAD is {"format": 1, "forms": {<form>: {"claimed", "version", "fence",
-"manifest"}}}: `claimed` is the newest publisher's incarnation, the other three
+HEAD is {"format": 1, "check": digest of the rest, "forms": {<form>: {"claimed",
+"version", "fence", "manifest"}}}: `claimed` is the newest publisher's incarnation, the other three
 name the newest version and the digest of its manifest. A version exists when
 HEAD names it, or names a successor of it. A manifest names the manifest before
 it with its digest, so that everything readable hangs on HEAD by digests. All
@@ -25,7 +25,8 @@ full disk is OSError with errno ENOSPC, whatever the driver says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import dataclasses
 import difflib
 import errno
@@ -39,6 +40,7 @@ import urllib.parse
 import uuid
 
 import tensorstore as ts
+import xxhash
 
 FORMAT = 1
 WAIT_S = 60.0
@@ -111,10 +113,11 @@ def open_exchange(
   elif scheme == 's3':
     spec = _s3(url, rest)
   kv = await_result(ts.KvStore.open(spec, context=context), url, 'opening')
-  if scheme in _CREDENTIALS:
-    _check_credentials(kv, url, scheme)
-  if writable:
-    _prove_compare_and_swap(kv, url)
+  with _credentials(url, scheme) as seen:
+    if not seen:  # only a machine's own role can answer; soon, or never
+      read(kv, 'HEAD', wait_s=OPEN_S)
+    if writable:
+      _prove_compare_and_swap(kv, url)
   return kv
 
 
@@ -173,16 +176,18 @@ _CREDENTIALS = {
 }
 
 
-def _check_credentials(kv: ts.KvStore, url: str, scheme: str) -> None:
-  """Where none are to be seen, only a machine's own role can answer; soon."""
-  names, files, remedy = _CREDENTIALS[scheme]
-  if any(os.environ.get(name) for name in names):
-    return
-  if any(pathlib.Path(file).expanduser().is_file() for file in files):
-    return
+@contextlib.contextmanager
+def _credentials(url: str, scheme: str) -> Iterator[bool]:
+  """Whether any are to be seen; what fails without them says what to set."""
+  names, files, remedy = _CREDENTIALS.get(scheme, ((), (), ''))
+  paths = [pathlib.Path(file).expanduser() for file in files]
+  seen = not names or any(os.environ.get(name) for name in names)
+  seen = seen or any(path.is_file() for path in paths)
   try:
-    read(kv, 'HEAD', wait_s=OPEN_S)
+    yield seen
   except (OSError, ValueError) as error:
+    if seen:
+      raise
     raise ValueError(
       f'no credentials for exchange {url!r}: none of {", ".join(names)} is set,'
       f' there is no {" or ".join(files)}, and this machine has no role of its'
@@ -404,7 +409,8 @@ def _update_head(
     entry: dict[str, Any] = {'claimed': new.claimed}
     if new.ref is not None:
       entry |= dataclasses.asdict(new.ref)
-    text = to_json({'format': FORMAT, 'forms': heads | {form: entry}})
+    forms = heads | {form: entry}
+    text = to_json({'format': FORMAT, 'forms': forms, 'check': _check(forms)})
     if write(kv, 'HEAD', text, if_equal=generation):
       return new
     if time.monotonic() > end:
@@ -417,7 +423,21 @@ def _update_head(
 def _parse_heads(value: bytes | None) -> dict[str, Any]:
   if value is None:
     return {}
-  return parse_json(value, 'HEAD')['forms']
+  fields = parse_json(value, 'HEAD')
+  forms = fields.get('forms')
+  if not isinstance(forms, dict) or fields.get('check') not in (
+    None,  # as it was written at first
+    _check(forms),
+  ):
+    raise BrokenWeights(
+      'HEAD of the exchange is damaged: it is not what its digest says'
+    )
+  return forms
+
+
+def _check(forms: Mapping[str, Any]) -> str:
+  """HEAD is what everything else hangs on, and nothing holds its digest."""
+  return xxhash.xxh3_64_hexdigest(to_json(forms))
 
 
 def _entry(heads: Mapping[str, Any], form: str) -> Head:

@@ -189,6 +189,8 @@ class Entry:
   head: bool
   bytes: int
   ratio: float  # bytes / full bytes
+  changed: float  # share of elements since the version before; -1 if unknown
+  chain: int  # deltas since the base that it is rebuilt from
   time: float
   readers: tuple[str, ...]  # 'cluster/process' that run it
 
@@ -200,12 +202,16 @@ def listing(kv: ts.KvStore) -> list[Entry]:
   for form, versions in _directories(kv).items():
     head = store.read_head(kv, form)
     live = _reachable(kv, form, head.ref)
+    chain = 0
     for version, fence in sorted(versions):
       key = prefix_of(form, version, fence) + 'manifest'
       text = store.read(kv, key)[0]
       fields = {} if text is None else store.parse_json(text, key)
       full = fields.get('full_bytes', 0)
       alive = (version, fence) in live
+      if alive:
+        chain = 0 if fields.get('kind') == 'base' else chain + 1
+      known = fields.get('changed', -1) >= 0 and fields.get('words')
       entries.append(
         Entry(
           form=form,
@@ -217,6 +223,8 @@ def listing(kv: ts.KvStore) -> list[Entry]:
           and (version, fence) == (head.ref.version, head.ref.fence),
           bytes=fields.get('bytes', 0),
           ratio=fields['bytes'] / full if full else 0.0,
+          changed=fields['changed'] / fields['words'] if known else -1.0,
+          chain=chain if alive else -1,
           time=fields.get('time', 0.0),
           readers=tuple(
             f'{reader.cluster}/{reader.process}'
@@ -253,13 +261,15 @@ def collect(
   floor = _floor(kv, form, head.ref, min(needed))
   live = _reachable(kv, form, head.ref)
   gone = []
-  for version, fence in sorted(_directories(kv).get(form, ())):
+  # The newest first: a collection that is cut short then leaves no delta whose
+  # base is gone on the way from HEAD.
+  for version, fence in sorted(_directories(kv).get(form, ()), reverse=True):
     abandoned = (version, fence) not in live and fence < head.claimed
     if version < floor or abandoned:
       _delete_version(kv, form, version, fence)
       gone.append((version, fence))
   _forget_incarnations(kv, form, head.claimed)
-  return gone
+  return sorted(gone)
 
 
 def _forget_incarnations(kv: ts.KvStore, form: str, claimed: int) -> None:

@@ -191,6 +191,7 @@ def _choose(x, w, transpose, gated, implementation) -> str:
 
 def _tuned(pass_: str, m: int, k: int, n: int, groups: int):
   """Tiles of the tunings, by the pass, many or few rows a group, K and N."""
+  from pallas_kernels import mosaic
   from pallas_kernels.grouped_matmul import gpu
 
   table = dispatch.tuning(NAME)
@@ -198,7 +199,12 @@ def _tuned(pass_: str, m: int, k: int, n: int, groups: int):
   for key in (f'{pass_} {amount} {k} {n}', f'{pass_} {amount}'):
     if key in table:
       return gpu.Tiles(**table[key])
-  return gpu.Tiles()
+  tiles = gpu.Tiles()
+  work = max(min(m, groups), m // 128) * -(-n // tiles.columns)
+  if pass_ == 'rows' and 3 * work < mosaic.cores():
+    # Most multiprocessors would have nothing to do.
+    return gpu.Tiles(consumers=1, columns=64, stages=8)
+  return tiles
 
 
 # --- Values and gradients ----------------------------------------------------

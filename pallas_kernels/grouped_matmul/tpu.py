@@ -37,6 +37,8 @@ def _block(size: int, most: int) -> int:
   return size
 
 
+# Index maps divide with lax.div: `//` asks for the sign, and that for the kind of
+# the default device, which is none when compiling without a TPU.
 def _visit(t, table, count):
   """Row of the table for the t-th visit; the last one from the count on."""
   return jnp.minimum(t, count[0] - 1)
@@ -90,14 +92,14 @@ def grouped_matmul(
       y[...] = jnp.where(own, total[...].astype(y.dtype), y[...])
 
   def x_block(j, t, i, table, count):
-    return table[_visit(t, table, count), 1] // rows, i
+    return lax.div(table[_visit(t, table, count), 1], rows), i
 
   def w_block(j, t, i, table, count):
     group = table[_visit(t, table, count), 0]
     return (group, j, i) if transpose else (group, i, j)
 
   def y_block(j, t, i, table, count):
-    return table[_visit(t, table, count), 1] // rows, j
+    return lax.div(table[_visit(t, table, count), 1], rows), j
 
   w_shape = (columns, depth) if transpose else (depth, columns)
   return pl.pallas_call(
@@ -116,8 +118,19 @@ def grouped_matmul(
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'arbitrary', 'arbitrary')
     ),
+    cost_estimate=_cost(m, k, n, x, w),
     interpret=interpret,
   )(table, count, x, w)
+
+
+def _cost(m: int, k: int, n: int, *operands: jax.Array) -> pl.CostEstimate:
+  """Of all rows, as if each belonged to a group."""
+  read = sum(a.size * a.dtype.itemsize for a in operands)
+  return pl.CostEstimate(
+    flops=2 * m * k * n,
+    bytes_accessed=read + m * n * operands[0].dtype.itemsize,
+    transcendentals=0,
+  )
 
 
 @functools.partial(jax.jit, static_argnames=('out_dtype', 'interpret'))
@@ -164,7 +177,7 @@ def weight_gradient(
 
   def row_block(t, table, count):
     first = table[_visit(t, table, count), 1]
-    return jnp.minimum(first, m - 1) // rows
+    return lax.div(jnp.minimum(first, m - 1), rows)
 
   def x_block(i, j, t, table, count):
     return row_block(t, table, count), i
@@ -193,5 +206,6 @@ def weight_gradient(
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'parallel', 'arbitrary')
     ),
+    cost_estimate=_cost(m, k, n, x, dy),
     interpret=interpret,
   )(table, count, x, dy)

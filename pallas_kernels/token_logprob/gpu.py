@@ -23,6 +23,8 @@ from pallas_kernels.grouped_matmul import groups
 
 BLOCK = 256
 TILES = matmul.Tiles(columns=BLOCK, panel=16)
+# Of long rows, what all blocks read at a time must still fit into the L2 cache.
+DEEP, DEEP_TILES = 4096, matmul.Tiles(columns=BLOCK, stages=3, panel=8)
 LANES = 128  # rows that one warpgroup of the merge takes
 UNROLL = 8
 LOWEST = -1e30  # instead of -inf, whose difference with itself is NaN
@@ -39,7 +41,7 @@ def statistics(
   tokens: jax.Array,
   temperatures: jax.Array,
   *,
-  tiles: matmul.Tiles = TILES,
+  tiles: matmul.Tiles | None = None,
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Chosen logit, log-sum-exp and entropy of z = hidden @ unembed / temperature.
@@ -49,7 +51,7 @@ def statistics(
     unembed: bfloat16 [D, V].
     tokens: int32 [T].
     temperatures: float32 [T].
-    tiles: columns must be BLOCK.
+    tiles: columns must be BLOCK; default by D.
     interpret: run on CPU.
 
   Returns:
@@ -57,6 +59,7 @@ def statistics(
   """
   t, d = hidden.shape
   v = unembed.shape[1]
+  tiles = tiles or (DEEP_TILES if d > DEEP else TILES)
   if tiles.columns != BLOCK or tiles.rows != 64:
     raise ValueError(f'{tiles}: columns must be {BLOCK} and rows 64')
   high = -(-t // LANES) * LANES

@@ -27,7 +27,7 @@ MOMENTS = {
   'mismatch': ('composer.bench.mismatch', 'measure', False),
   'fence': ('composer.weights.store', 'claim_fence', True),
   'head': ('composer.weights.store', 'move_head', False),
-  'publish': ('composer.fleet.trainer', 'publish', True),
+  'publish': ('composer.fleet.trainer', 'record_published', True),
   'cursor': ('composer.fleet.trainer', 'write_cursor', True),
   'engine': ('composer.inference.sampling', 'engine_step', False),
   'judged': ('composer.fleet.trainer', 'train_step', False),

@@ -122,7 +122,8 @@ def test_on_the_device():
   close(whole[:64], np.asarray(x[:64], np.float32) @ np.asarray(w, np.float32))
   scale = draw(7168, seed=2)
   normed = norm.rms_norm(x, scale, implementation='gpu')
-  close(normed, norm.reference.rms_norm(x.astype(jnp.float32), scale, 1e-6))
+  want = norm.reference.rms_norm(x.astype(jnp.float32), scale, 1e-6)
+  np.testing.assert_allclose(normed, want, rtol=8e-3)
   for rows in (1, 8, 100):
     some = matmul.matmul(x[7 : 7 + rows], w, implementation='gpu')
     np.testing.assert_array_equal(some, whole[7 : 7 + rows])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,14 +21,16 @@ from composer.weights import delta
 from composer.weights import store
 from composer.weights import sync
 from composer.weights import upkeep
+from composer.weights import versions
 
 FORM = 'bf16'
 
-# Publishes a base and a delta, and kills itself before write number argv[2].
+# Publishes a base and a delta, collects what is older, and kills itself before
+# write number argv[2].
 _PUBLISHER = """
 import os, signal, sys
 import ml_dtypes, numpy as np
-from composer.weights import store, sync
+from composer.weights import store, sync, upkeep
 
 kv = store.open_exchange(sys.argv[1])
 left = int(sys.argv[2])
@@ -43,6 +46,7 @@ for _ in range(2):
   version = publisher.next_version or 0
   words = np.arange(50, dtype=np.uint16) // 5 + version
   publisher.publish({'w': words.view(ml_dtypes.bfloat16)}, version)
+upkeep.collect(kv, 'bf16', upkeep.Watch())
 """
 
 
@@ -86,18 +90,22 @@ def test_publisher_killed_before_every_write(tmp_path):
     if done.returncode == 0:
       break
     assert done.returncode == -signal.SIGKILL, done.stderr
-    killed_at.append(done.stdout.strip().rpartition('/')[2])
-  # The fence; content, manifest and HEAD of a base, then of a delta.
-  assert killed_at[0] == 'HEAD' and killed_at.count('HEAD') == 3
-  assert killed_at[-3:] == ['0', 'manifest', 'HEAD']
-  assert len(killed_at) == 1 + 5 + 3
-  assert done.returncode == 0
-  # Published: none, then the base when only the delta died, then both.
-  assert reader.version == 3 + 2 - 1
-  upkeep.collect(kv, FORM, upkeep.Watch())
-  kept = {e.version for e in upkeep.listing(kv)}
-  assert kept == {3, 4}
-  assert all(e.live for e in upkeep.listing(kv))
+    if point < 9:
+      upkeep.collect(kv, FORM, upkeep.Watch())
+    killed_at.append(done.stdout.strip().removeprefix('weights/'))
+  # The fence; content, manifest and HEAD of a base, then of a delta; then what
+  # is older: manifest and content of each version.
+  ends = [key.rpartition('/')[2] for key in killed_at]
+  assert ends[0] == 'HEAD' and ends.count('HEAD') == 3
+  assert ends[6:9] == ['0', 'manifest', 'HEAD']
+  assert len(ends) > 1 + 5 + 3 + 6 and '' in ends[9:] and done.returncode == 0
+  kept = {entry.version for entry in upkeep.listing(kv)}
+  assert kept == {reader.version - 1, reader.version}
+  assert all(entry.live for entry in upkeep.listing(kv))
+  folders = [
+    path.name for path in (tmp_path / 'exchange/weights/bf16').iterdir()
+  ]
+  assert len(folders) == 2, folders
 
 
 def _fail_at(monkeypatch, point, error):
@@ -207,3 +215,283 @@ def test_a_swap_whose_answer_was_lost_counts_as_done(kv, monkeypatch):
     publisher.publish(_weights(version), version)
   assert len(lost) == 3
   assert sync.Subscriber(kv, FORM).poll()[0] == 2
+
+
+def _everything(kv):
+  return {key: store.read(kv, key)[0] for key in store.keys(kv, 'weights/')}
+
+
+def _offsets(size):
+  """One of every class: ends, the header's fields, streams, the digest."""
+  wanted = {0, 3, 7, 8, 9, 12, 13, 40, size // 4, size // 2, 3 * size // 4}
+  wanted |= {size - 17, size - 16, size - 8, size - 1}
+  return sorted(at for at in wanted if 0 <= at < size)
+
+
+def test_every_object_bent_and_cut_at_every_class_of_offset(kv):
+  """Blobs, manifests, chunks and descriptions of arrays."""
+  publisher = sync.Publisher(kv, FORM, 3)
+  for version in range(5):  # bases at 0 and 3
+    publisher.publish(_weights(version), version)
+  objects = _everything(kv)
+  held = sync.Subscriber(kv, FORM)
+  trials = refused = 0
+  for key, whole in objects.items():
+    for at in _offsets(len(whole)):
+      bent = bytearray(whole)
+      bent[at] ^= 1 << at % 8
+      for damaged in (bytes(bent), whole[:at]):
+        store.write(kv, key, damaged)
+        trials += 1
+        reader = sync.Subscriber(kv, FORM)
+        try:
+          got = reader.poll()
+        except store.BrokenWeights:
+          got, refused = None, refused + 1
+          assert reader.version is None
+        if got is not None:
+          _same(got[1], got[0])
+    store.write(kv, key, whole)
+  assert trials > 300 and refused
+  number, got = held.poll()
+  assert number == 4
+  _same(got, 4)
+
+
+def test_every_object_missing(kv):
+  publisher = sync.Publisher(kv, FORM, 3)
+  for version in range(5):
+    publisher.publish(_weights(version), version)
+  for key, whole in _everything(kv).items():
+    store.write(kv, key, None)
+    reader = sync.Subscriber(kv, FORM)
+    try:
+      got = reader.poll()
+      _same(got[1], got[0])
+    except store.BrokenWeights as error:
+      assert key.rpartition('/')[0][:20] in str(error) or 'missing' in str(
+        error
+      )
+    store.write(kv, key, whole)
+    number, got = reader.poll() or (reader.version, None)
+    assert number == 4
+
+
+def test_versions_of_two_lines_do_not_mix(kv):
+  """A blob of another line in the place of one: the right size, other bits."""
+  publisher = sync.Publisher(kv, FORM, 9)
+  for version in range(4):
+    publisher.publish(_weights(version), version)
+  blobs = [f'weights/{FORM}/{v}-1/0/0' for v in (1, 2, 3)]
+  first, second, third = (store.read(kv, key)[0] for key in blobs)
+  for wrong in ((second, second, third), (first, third, second)):
+    for key, blob in zip(blobs, wrong, strict=True):
+      store.write(kv, key, blob)
+    reader = sync.Subscriber(kv, FORM)
+    number, got = reader.poll()
+    assert number < 3 and reader.problems
+    _same(got, number)
+
+
+def test_a_stale_head_for_a_while(kv, monkeypatch):
+  """Reads of HEAD that lag behind by up to three versions, in any order."""
+  rng = np.random.default_rng(0)
+  seen, plain = [], store.read
+
+  def read(kv, key, *, wait_s=store.WAIT_S):
+    value, generation = plain(kv, key, wait_s=wait_s)
+    if key != 'HEAD' or value is None:
+      return value, generation
+    seen.append((value, generation))
+    return seen[-1 - min(int(rng.integers(0, 4)), len(seen) - 1)]
+
+  publisher = sync.Publisher(kv, FORM, 4)
+  reader = sync.Subscriber(kv, FORM)
+  newest = -1
+  for version in range(60):
+    publisher.publish(_weights(version), version)
+    with monkeypatch.context() as patched:
+      patched.setattr(store, 'read', read)
+      got = reader.poll()
+    if got is not None:
+      assert got[0] > newest
+      newest = got[0]
+      _same(got[1], newest)
+  reader.poll()
+  assert reader.version == 59
+
+
+def test_a_slow_and_a_dead_cluster_beside_a_fast_one(kv):
+  """What they hold back is bounded, and each converges when it comes again."""
+  now = [0.0]
+  watch = upkeep.Watch(timeout_s=30.0, clock=lambda: now[0])
+  publisher = sync.Publisher(kv, FORM, 5)
+  readers = {
+    name: sync.Subscriber(kv, FORM, reader=(name, 'p'))
+    for name in ('fast', 'slow', 'dead')
+  }
+  most = 0
+  for version in range(120):
+    now[0] += 1.0
+    stats = publisher.publish(_weights(version), version)
+    for name, reader in readers.items():
+      turn = {'fast': 1, 'slow': 20, 'dead': 1000}[name]
+      if version % turn == 0:
+        reader.poll()
+    if stats.kind == 'base':
+      upkeep.collect(kv, FORM, watch)
+    most = max(most, len(store.keys(kv, f'weights/{FORM}/')))
+    if version == 60:
+      early = most
+    if readers['slow'].version is not None and version % 20 == 19:
+      # What the slow one holds can still be rebuilt.
+      _same(
+        versions.fetch(kv, FORM, readers['slow'].version)[1],
+        readers['slow'].version,
+      )
+  assert most <= early + 5, 'it grows'
+  for reader in readers.values():
+    reader.poll()
+    assert reader.version == 119 and not reader.problems
+
+
+def test_two_publishers_race_as_processes(tmp_path):
+  """Both claim and publish until fenced; one line of versions is left."""
+  url = f'file://{tmp_path}/exchange'
+  kv = store.open_exchange(url)
+  processes = [
+    subprocess.Popen(
+      [sys.executable, '-c', _RACER, url, str(seed)],
+      stdout=subprocess.PIPE,
+      text=True,
+      env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)},
+    )
+    for seed in range(3)
+  ]
+  done = []
+  for process in processes:
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    done += [tuple(map(int, line.split())) for line in out.splitlines()]
+  head = store.read_head(kv, FORM).ref
+  line = [(r.version, r.fence) for r, _ in versions.lineage(kv, FORM, head)]
+  assert sorted(done) == line[::-1] and len(line) > 10
+  assert upkeep.verify(kv, FORM).problems == ()
+  number, got = sync.Subscriber(kv, FORM).poll()
+  _same(got, number)
+  upkeep.collect(kv, FORM, upkeep.Watch())
+  assert all(entry.live for entry in upkeep.listing(kv))
+
+
+_RACER = """
+import sys
+import ml_dtypes, numpy as np
+from composer.weights import store, sync
+
+kv = store.open_exchange(sys.argv[1])
+rng = np.random.default_rng(int(sys.argv[2]))
+for _ in range(6):
+  publisher = sync.Publisher(kv, 'bf16', 3)
+  try:
+    for _ in range(rng.integers(1, 9)):
+      version = publisher.next_version or 0
+      words = np.arange(50, dtype=np.uint16) // 5 + np.uint16(version)
+      publisher.publish({'w': words.view(ml_dtypes.bfloat16)}, version)
+      print(version, publisher.fence)
+  except store.PublisherFenced:
+    pass
+"""
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+  """A file system of 1 MB in a user namespace: publish, fail, and go on."""
+  full = tmp_path / 'full'
+  full.mkdir()
+  mount = f'mount -t tmpfs -o size=1m tmpfs {full}'
+  unshare = ['unshare', '-rm', 'sh', '-c']
+  if (
+    not shutil.which('unshare') or subprocess.run([*unshare, mount]).returncode
+  ):
+    pytest.skip('no user namespaces: a full file system cannot be made here')
+  done = subprocess.run(
+    [*unshare, f'{mount} && exec "$@"', '-', sys.executable, '-c', _FULL, full],
+    capture_output=True,
+    text=True,
+    timeout=60,
+    env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)},
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.split() == ['full', 'went', 'on']
+
+
+_FULL = """
+import errno, os, pathlib, sys
+import ml_dtypes, numpy as np
+from composer.weights import store, sync, upkeep
+
+root = pathlib.Path(sys.argv[1])
+kv = store.open_exchange(f'file://{root}/exchange')
+publisher = sync.Publisher(kv, 'bf16', 2)
+reader = sync.Subscriber(kv, 'bf16')
+rng = np.random.default_rng(0)
+filler = root / 'filler'
+filler.write_bytes(bytes(500_000))
+def weights():
+  return {'w': rng.integers(0, 2**16, 50_000, np.uint16)}
+sent = {}
+def publish():
+  version = publisher.next_version or 0
+  sent[version] = weights()
+  publisher.publish(sent[version], version)
+for _ in range(40):
+  try:
+    publish()
+  except OSError as error:
+    assert error.errno == errno.ENOSPC, error
+    break
+else:
+  raise SystemExit('it never was full')
+got = reader.poll()
+assert got[0] == reader.head()
+assert (got[1]['w'] == sent[got[0]]['w']).all()
+print('full')
+filler.unlink()
+publish()
+upkeep.collect(kv, 'bf16', upkeep.Watch())
+for _ in range(20):
+  publish()
+  upkeep.collect(kv, 'bf16', upkeep.Watch())
+  got = reader.poll()
+  assert got[0] == max(sent) and (got[1]['w'] == sent[got[0]]['w']).all()
+print('went on')
+"""
+
+
+def test_a_zombie_process_wakes_after_a_new_epoch(tmp_path):
+  """SIGSTOP in the middle of a publication, a new publisher, SIGCONT."""
+  url = f'file://{tmp_path}/exchange'
+  kv = store.open_exchange(url)
+  for point in (2, 5, 7, 8, 9):
+    start = store.read_head(kv, FORM).ref
+    zombie = subprocess.Popen(
+      [sys.executable, '-c', _PUBLISHER.replace('SIGKILL', 'SIGSTOP')]
+      + [url, str(point)],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)},
+    )
+    assert os.waitid(os.P_PID, zombie.pid, os.WSTOPPED | os.WEXITED)
+    newer = sync.Publisher(kv, FORM, 9)
+    version = newer.next_version or 0
+    newer.publish(_weights(version), version)
+    os.kill(zombie.pid, signal.SIGCONT)
+    _, errors = zombie.communicate(timeout=30)
+    assert zombie.returncode == 1 and 'PublisherFenced' in errors
+    head = store.read_head(kv, FORM).ref
+    assert (head.version, head.fence) == (version, newer.fence)
+    assert start is None or head.version > start.version
+    number, got = sync.Subscriber(kv, FORM).poll()
+    assert number == version
+    _same(got, number)
+  assert upkeep.verify(kv, FORM).problems == ()

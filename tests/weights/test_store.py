@@ -391,3 +391,19 @@ def test_a_damaged_manifest_stops_neither_publisher_nor_collection(kv):
     (v, 1) for v in range(6)
   ]
   assert upkeep.verify(kv, FORM).versions == (6, 7)
+
+
+def test_a_flipped_bit_of_head_is_noticed(kv):
+  _publish(kv, 2)
+  whole = store.read(kv, 'HEAD')[0]
+  for at in range(len(whole)):
+    bent = bytearray(whole)
+    bent[at] ^= 1 << at % 7
+    store.write(kv, 'HEAD', bytes(bent))
+    reader = sync.Subscriber(kv, FORM)
+    try:
+      number, got = reader.poll()
+    except ValueError:
+      continue
+    assert number == 1 and whole[at : at + 1] in b'0123456789"format:'
+    _same(got, 1)

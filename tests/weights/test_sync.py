@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 
 import ml_dtypes
 import numpy as np
@@ -324,7 +325,10 @@ def test_a_stale_or_repeated_head(kv):
   assert reader.poll()[0] == 2
   store.write(kv, 'HEAD', old)
   assert reader.poll() is None and reader.version == 2
-  store.write(kv, 'HEAD', old.replace(b'"version":1', b'"version":2'))
+  forms = json.loads(old)['forms']
+  forms[FORM]['version'] = 2
+  fields = {'format': 1, 'forms': forms, 'check': store._check(forms)}
+  store.write(kv, 'HEAD', store.to_json(fields))
   with pytest.raises(store.BrokenWeights, match='again'):
     reader.poll()
   assert reader.version == 2

@@ -1,0 +1,640 @@
+"""Compiled loops of the delta codec: finding, coding and applying changes.
+
+`composer.weights.delta` specifies the stream, and the names here are its names.
+All arithmetic of a stream is on integers, so every machine makes the same
+bytes. The loops hold no lock of the interpreter, allocate nothing, and stay in
+bounds whatever the stream holds: what a damaged one decodes to is wrong, and
+found out by its digest.
+
+`state` is uint64 [6]: low (of an encoder) or code (of a decoder), range, words
+of the stream written or read, then what the gain is made of. A model is a
+uint32: the probability of a one, 22 bits, above the count of its updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+LOW, RANGE, AT, SEEN, EXPECTED, GAIN = range(6)
+STATE_WORDS = 6
+STEP, NIBBLES, OVERWRITE = range(3)  # how a value is coded
+
+# Models.
+BITS = 22
+ONE = 1 << BITS
+FLOOR = 32
+MOST_UPDATES = 255
+RATES = np.array([(1 << 17) // (2 * n + 3) for n in range(256)], np.int64)
+
+# Hazards and gaps.
+UNIT = 1 << 20
+HORIZON = 4 * UNIT
+SEGMENT_BITS = 17
+SEGMENTS = HORIZON >> SEGMENT_BITS
+SCALE_BITS = 28
+GAIN_BITS = 8
+GAIN_LEAST, GAIN_MOST = 64, 1024
+PRIOR = 8 * UNIT
+WINDOW = 128 * UNIT
+GROUP = 16  # words summed at a time
+HOT = 1 << 26  # in a table: not a hazard, but a class coded word by word
+
+
+def _reached() -> np.ndarray:
+  """2^28 (1 - e^-x) at x = 0, 1/8 ... 4, in integers."""
+  alive = [1 << 40]
+  for _ in range(SEGMENTS):
+    last = alive[-1]
+    alive.append(last - last // 8 + last // 128 - last // 3072)
+  return np.array([((1 << 40) - x) >> (40 - SCALE_BITS) for x in alive])
+
+
+REACHED = _reached().astype(np.int64)
+
+U = np.uint64
+# Of variables that depend on each other round a loop, numba cannot tell.
+_LOCALS = dict.fromkeys(('gain', 'seen', 'expected', 'passed'), numba.int64)
+_WORD = U(1 << 32)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+  """`numba.njit`, the machine code kept on disk where that is possible.
+
+  `_nrt=False` leaves out the counting of references to arrays, which nothing
+  here needs, and which took two thirds of the time.
+  """
+  options = {'nogil': True, '_nrt': False, 'locals': _LOCALS}
+  options['error_model'] = 'numpy'  # no divisor here is ever 0
+  try:
+    return numba.njit(function, cache=True, **options)
+  except RuntimeError:  # nowhere to write
+    return numba.njit(function, **options)
+
+
+# --- The coder ---------------------------------------------------------------
+
+
+@compiled
+def _carry(out, at):
+  at -= 1
+  while at >= 0:
+    out[at] += np.uint32(1)
+    if out[at] != 0:
+      break
+    at -= 1
+
+
+@compiled
+def _put_bit(models, m, bit, out, low, rng, at):
+  model = np.int64(models[m])
+  p = model >> 8
+  n = model & 255
+  bound = (rng >> U(BITS)) * U(p)
+  # Without a branch: which way it goes is what nobody can predict.
+  one = U(-np.int64(bit))
+  before = low
+  low += bound & ~one
+  rng = (bound & one) | ((rng - bound) & ~one)
+  if low < before:
+    _carry(out, at)
+  p += (((-np.int64(bit)) & ONE) - p) * RATES[n] >> 16
+  p = min(max(p, FLOOR), ONE - FLOOR)
+  models[m] = np.uint32((p << 8) | min(n + 1, MOST_UPDATES))
+  if rng < _WORD:
+    out[at] = np.uint32(low >> U(32))
+    at += 1
+    low <<= U(32)
+    rng <<= U(32)
+  return low, rng, at
+
+
+@compiled
+def _put_part(start, end, out, low, rng, at):
+  """Codes [start, end) of 2^28."""
+  rng >>= U(SCALE_BITS)
+  before = low
+  low += rng * U(start)
+  if low < before:
+    _carry(out, at)
+  rng *= U(end - start)
+  if rng < _WORD:
+    out[at] = np.uint32(low >> U(32))
+    at += 1
+    low <<= U(32)
+    rng <<= U(32)
+  return low, rng, at
+
+
+@compiled
+def _put_raw(value, bits, out, low, rng, at):
+  while bits > 0:
+    some = min(bits, 16)
+    bits -= some
+    rng >>= U(some)
+    before = low
+    low += rng * ((U(value) >> U(bits)) & U((1 << some) - 1))
+    if low < before:
+      _carry(out, at)
+    if rng < _WORD:
+      out[at] = np.uint32(low >> U(32))
+      at += 1
+      low <<= U(32)
+      rng <<= U(32)
+  return low, rng, at
+
+
+@compiled
+def _put_tree(models, m, value, bits, out, low, rng, at):
+  node = 1
+  for k in range(bits - 1, -1, -1):
+    bit = (value >> k) & 1
+    low, rng, at = _put_bit(models, m + node, bit, out, low, rng, at)
+    node = 2 * node + bit
+  return low, rng, at
+
+
+@compiled
+def _next(data, at):
+  return U(data[at]) if at < len(data) else U(0)
+
+
+@compiled
+def _get_bit(models, m, data, code, rng, at):
+  model = np.int64(models[m])
+  p = model >> 8
+  n = model & 255
+  bound = (rng >> U(BITS)) * U(p)
+  bit = np.int64(code < bound)
+  one = U(-bit)
+  code -= bound & ~one
+  rng = (bound & one) | ((rng - bound) & ~one)
+  p += (((-bit) & ONE) - p) * RATES[n] >> 16
+  p = min(max(p, FLOOR), ONE - FLOOR)
+  models[m] = np.uint32((p << 8) | min(n + 1, MOST_UPDATES))
+  if rng < _WORD:
+    rng <<= U(32)
+    code = (code << U(32)) | _next(data, at)
+    at += 1
+  return bit, code, rng, at
+
+
+@compiled
+def _get_raw(bits, data, code, rng, at):
+  value = U(0)
+  while bits > 0:
+    some = min(bits, 16)
+    bits -= some
+    rng >>= U(some)
+    part = min(code // rng, U((1 << some) - 1))
+    code -= rng * part
+    value = (value << U(some)) | part
+    if rng < _WORD:
+      rng <<= U(32)
+      code = (code << U(32)) | _next(data, at)
+      at += 1
+  return value, code, rng, at
+
+
+@compiled
+def _get_tree(models, m, bits, data, code, rng, at):
+  node = 1
+  for _ in range(bits):
+    bit, code, rng, at = _get_bit(models, m + node, data, code, rng, at)
+    node = 2 * node + bit
+  return node - (1 << bits), code, rng, at
+
+
+# --- Values ------------------------------------------------------------------
+
+
+@compiled
+def _put_step(models, m, width, old, new, out, low, rng, at):
+  bits = 8 * width
+  kept = ~U(0) >> U(64 - bits)
+  step = (U(new) - U(old)) & kept
+  down = step >> U(bits - 1)
+  size = ((step ^ (U(0) - down)) + down) & kept
+  low, rng, at = _put_bit(models, m, down, out, low, rng, at)
+  n = 1
+  rest = size >> U(1)
+  while n < bits:
+    more = rest != 0
+    low, rng, at = _put_bit(models, m + n, more, out, low, rng, at)
+    if not more:
+      break
+    rest >>= U(1)
+    n += 1
+  if n > 1:
+    top = m + bits + 4 * (n - 1)
+    bit = np.int64((size >> U(n - 2)) & U(1))
+    low, rng, at = _put_bit(models, top, bit, out, low, rng, at)
+    if n > 2:
+      lower = (size >> U(n - 3)) & U(1)
+      low, rng, at = _put_bit(models, top + 1 + bit, lower, out, low, rng, at)
+      low, rng, at = _put_raw(size, n - 3, out, low, rng, at)
+  return low, rng, at
+
+
+@compiled
+def _get_step(models, m, width, data, code, rng, at):
+  bits = 8 * width
+  down, code, rng, at = _get_bit(models, m, data, code, rng, at)
+  n = 1
+  while n < bits:
+    more, code, rng, at = _get_bit(models, m + n, data, code, rng, at)
+    if more == 0:
+      break
+    n += 1
+  size = U(1)
+  if n > 1:
+    top = m + bits + 4 * (n - 1)
+    bit, code, rng, at = _get_bit(models, top, data, code, rng, at)
+    size = U(2) + U(bit)
+    if n > 2:
+      lower, code, rng, at = _get_bit(
+        models, top + 1 + bit, data, code, rng, at
+      )
+      size = (size << U(1)) | U(lower)
+      raw, code, rng, at = _get_raw(n - 3, data, code, rng, at)
+      size = (size << U(n - 3)) | raw
+  if down:
+    size = U(0) - size
+  return size, code, rng, at
+
+
+@compiled
+def _put_value(models, m, how, width, old, new, out, low, rng, at):
+  """Codes `new`; `m` is where the models of its context begin."""
+  if how == STEP:
+    return _put_step(models, m, width, old, new, out, low, rng, at)
+  if how == NIBBLES:
+    a, b = np.int64(old), np.int64(new)
+    low, rng, at = _put_tree(
+      models, m + (a & 0xF0), b >> 4, 4, out, low, rng, at
+    )
+    moved = np.int64((a ^ b) >> 4 != 0)
+    return _put_tree(
+      models,
+      m + 256 + 256 * moved + ((a & 15) << 4),
+      b & 15,
+      4,
+      out,
+      low,
+      rng,
+      at,
+    )
+  bits = 8 * width
+  value = U(new)
+  top = np.int64(value >> U(bits - 8))
+  low, rng, at = _put_tree(models, m, top, 8, out, low, rng, at)
+  if bits > 8:
+    second = np.int64((value >> U(bits - 16)) & U(255))
+    low, rng, at = _put_tree(models, m + 256, second, 8, out, low, rng, at)
+    low, rng, at = _put_raw(value, bits - 16, out, low, rng, at)
+  return low, rng, at
+
+
+@compiled
+def _get_value(models, m, how, width, old, data, code, rng, at):
+  """(new word, code, range, at)."""
+  if how == STEP:
+    step, code, rng, at = _get_step(models, m, width, data, code, rng, at)
+    return U(old) + step, code, rng, at
+  if how == NIBBLES:
+    a = np.int64(old)
+    high, code, rng, at = _get_tree(
+      models, m + (a & 0xF0), 4, data, code, rng, at
+    )
+    moved = np.int64(high != a >> 4)
+    lower, code, rng, at = _get_tree(
+      models, m + 256 + 256 * moved + ((a & 15) << 4), 4, data, code, rng, at
+    )
+    return U((high << 4) | lower), code, rng, at
+  bits = 8 * width
+  top, code, rng, at = _get_tree(models, m, 8, data, code, rng, at)
+  value = U(top)
+  if bits > 8:
+    second, code, rng, at = _get_tree(models, m + 256, 8, data, code, rng, at)
+    raw, code, rng, at = _get_raw(bits - 16, data, code, rng, at)
+    value = (((value << U(8)) | U(second)) << U(bits - 16)) | raw
+  return value, code, rng, at
+
+
+# --- Tables ------------------------------------------------------------------
+
+
+@compiled
+def put_table(table, models, out, state):
+  """Codes the rates of the classes, each as its difference to the one before."""
+  low, rng, at = state[LOW], state[RANGE], np.int64(state[AT])
+  last = 0
+  for k in range(len(table)):
+    low, rng, at = _put_tree(
+      models, 0, (table[k] - last) & 255, 8, out, low, rng, at
+    )
+    last = table[k]
+  state[LOW], state[RANGE], state[AT] = low, rng, U(at)
+
+
+@compiled
+def get_table(table, models, data, state):
+  code, rng, at = state[LOW], state[RANGE], np.int64(state[AT])
+  last = 0
+  for k in range(len(table)):
+    step, code, rng, at = _get_tree(models, 0, 8, data, code, rng, at)
+    last = (last + step) & 255
+    table[k] = last
+  state[LOW], state[RANGE], state[AT] = code, rng, U(at)
+
+
+@compiled
+def put_flag(models, m, bit, out, state):
+  low, rng, at = _put_bit(
+    models, m, bit, out, state[LOW], state[RANGE], np.int64(state[AT])
+  )
+  state[LOW], state[RANGE], state[AT] = low, rng, U(at)
+
+
+@compiled
+def get_flag(models, m, data, state):
+  bit, code, rng, at = _get_bit(
+    models, m, data, state[LOW], state[RANGE], np.int64(state[AT])
+  )
+  state[LOW], state[RANGE], state[AT] = code, rng, U(at)
+  return bit
+
+
+# --- Positions ---------------------------------------------------------------
+
+
+@compiled
+def _share(weight, gain):
+  """F of a hazard under the gain, of 2^28."""
+  weight = min(weight * gain >> GAIN_BITS, HORIZON - 1)
+  s = weight >> SEGMENT_BITS
+  rest = weight & ((1 << SEGMENT_BITS) - 1)
+  step = REACHED[s + 1] - REACHED[s]
+  return REACHED[s] + (step * rest >> SEGMENT_BITS)
+
+
+@compiled
+def _within(v, gain):
+  """The least total hazard whose `_share` is above v; HORIZON's if none is."""
+  hazard = HORIZON - 1
+  if v < REACHED[SEGMENTS]:
+    s = 0
+    for k in range(1, SEGMENTS):
+      s += v >= REACHED[k]
+    step = REACHED[s + 1] - REACHED[s]
+    rest = ((((v - REACHED[s] + 1) << SEGMENT_BITS) - 1) // step) + 1
+    hazard = min((s << SEGMENT_BITS) + rest, HORIZON - 1)
+  return ((hazard << GAIN_BITS) + gain - 1) // gain
+
+
+@compiled
+def _update(seen, expected):
+  """(seen, expected, gain) after a change or a horizon."""
+  if seen + expected > WINDOW:
+    seen >>= 1
+    expected >>= 1
+  gain = ((seen + PRIOR) << GAIN_BITS) // (expected + PRIOR)
+  return seen, expected, min(max(gain, GAIN_LEAST), GAIN_MOST)
+
+
+@compiled
+def _scan(words, weights, shift, i, end, least, hot, hots):
+  """Walks the cold words of [i, end) while their hazards stay below `least`.
+
+  Returns:
+    (j, passed, hots): the first word with which they would not (or `end`), the
+    hazards before it, and how many hot words have been listed so far.
+  """
+  passed = np.int64(0)
+  while i < end:
+    while i + GROUP <= end:
+      together = np.uint32(0)
+      for k in range(GROUP):
+        together += np.uint32(weights[words[i + k] >> shift])
+      if passed + np.int64(together) >= least:
+        break
+      passed += np.int64(together)
+      i += GROUP
+    # Which of them it is, without a branch that would be mispredicted.
+    left = min(np.int64(GROUP), end - i)
+    room = least - passed
+    total = before = n = np.int64(0)
+    for k in range(left):
+      here = np.int64(weights[words[i + k] >> shift])
+      total += here
+      below = np.int64(total < room)
+      n += below
+      before += here * below
+    passed += before
+    i += n
+    if n == left:
+      continue
+    if weights[words[i] >> shift] < HOT:
+      break
+    hot[hots] = i
+    hots += 1
+    i += 1
+  return i, passed, hots
+
+
+@compiled
+def find_changes(base, new, positions):
+  """Writes where words differ, ascending; returns how many do."""
+  n = 0
+  whole = len(base) >> 6
+  for block in range(whole):
+    first = block << 6
+    differ = base[0] ^ base[0]
+    for k in range(64):
+      differ |= base[first + k] ^ new[first + k]
+    if differ != 0:
+      bits = U(0)
+      for k in range(64):
+        bits |= U(base[first + k] != new[first + k]) << U(k)
+      while bits:
+        lowest = bits & (U(0) - bits)
+        # The exponent of a power of two, as a number with a fraction.
+        exponent = (np.float64(lowest).view(np.int64) >> 52) - 1023
+        positions[n] = first + exponent
+        n += 1
+        bits ^= lowest
+  for k in range(whole << 6, len(base)):
+    positions[n] = k
+    n += base[k] != new[k]
+  return n
+
+
+@compiled
+def count_classes(base, positions, shift, changed, words, stride):
+  """Adds to changed[class], and to words[class] of every stride-th 64 words."""
+  shift = base.dtype.type(shift)
+  for k in range(len(positions)):
+    changed[base[positions[k]] >> shift] += 1
+  for first in range(0, len(base), 64 * stride):
+    for k in range(first, min(first + 64, len(base))):
+      words[base[k] >> shift] += stride
+
+
+@compiled
+def encode_piece(
+  base,
+  new,
+  changes,
+  weights,
+  shift,
+  mask,
+  span,
+  how,
+  flags,
+  models,
+  hot,
+  out,
+  state,
+):
+  """Codes the words of a piece that changed. False where `out` is too small.
+
+  Args:
+    base, new: unsigned words [n].
+    changes: ascending positions at which they differ.
+    weights: int32, hazard of a word by its highest bits, or HOT.
+    shift, mask: class = word >> shift & mask.
+    span: models of one class.
+    how: STEP, NIBBLES or OVERWRITE.
+    flags: where in `models` the flags of hot words are; values follow at 0.
+    models, out, state: of the coder.
+    hot: int32 [n + 1], scratch.
+  """
+  low, rng, at = state[LOW], state[RANGE], np.int64(state[AT])
+  gain = np.int64(state[GAIN])
+  seen, expected = np.int64(state[SEEN]), np.int64(state[EXPECTED])
+  width = base.itemsize
+  room = len(out) - 64
+  shift = base.dtype.type(shift)
+  mask = base.dtype.type(mask)
+  i = hots = k = 0
+  while True:
+    while k < len(changes) and weights[base[changes[k]] >> shift] >= HOT:
+      k += 1
+    ahead = np.int64(changes[k]) if k < len(changes) else len(base)
+    horizon = ((np.int64(HORIZON - 1) << GAIN_BITS) + gain - 1) // gain
+    stop, passed, hots = _scan(
+      base, weights, shift, i, ahead, horizon, hot, hots
+    )
+    here = np.int64(0)
+    hit = False
+    if stop == ahead and ahead < len(base):
+      here = np.int64(weights[base[ahead] >> shift])
+      hit = passed + here < horizon
+    start = REACHED[SEGMENTS]
+    end = np.int64(1) << SCALE_BITS
+    if hit:
+      start, end = _share(passed, gain), _share(passed + here, gain)
+    elif stop == len(base):
+      start = _share(passed, gain)
+    low, rng, at = _put_part(start, end, out, low, rng, at)
+    if at > room:
+      return False
+    if stop == len(base):
+      expected += passed
+      break
+    i = stop
+    if hit:
+      m = span * np.int64((base[i] >> shift) & mask)
+      low, rng, at = _put_value(
+        models, m, how, width, base[i], new[i], out, low, rng, at
+      )
+      i += 1
+      k += 1
+      seen += UNIT
+    expected += passed + here * hit
+    seen, expected, gain = _update(seen, expected)
+  k = 0
+  for h in range(hots):
+    i = hot[h]
+    while k < len(changes) and changes[k] < i:
+      k += 1
+    hit = k < len(changes) and changes[k] == i
+    context = np.int64((base[i] >> shift) & mask)
+    low, rng, at = _put_bit(models, flags + context, hit, out, low, rng, at)
+    if hit:
+      low, rng, at = _put_value(
+        models, span * context, how, width, base[i], new[i], out, low, rng, at
+      )
+    if at > room:
+      return False
+  state[LOW], state[RANGE], state[AT] = low, rng, U(at)
+  state[GAIN], state[SEEN], state[EXPECTED] = U(gain), U(seen), U(expected)
+  return True
+
+
+@compiled
+def apply_piece(
+  words, weights, shift, mask, span, how, flags, models, hot, data, state
+):
+  """Turns the base's words of a piece into the new ones, in place.
+
+  Arguments as `encode_piece`; `data` is the stream.
+  """
+  code, rng, at = state[LOW], state[RANGE], np.int64(state[AT])
+  gain = np.int64(state[GAIN])
+  seen, expected = np.int64(state[SEEN]), np.int64(state[EXPECTED])
+  width = words.itemsize
+  shift = words.dtype.type(shift)
+  mask = words.dtype.type(mask)
+  i = hots = 0
+  while True:
+    r = rng >> U(SCALE_BITS)
+    v = np.int64(min(code // r, U((1 << SCALE_BITS) - 1)))
+    least = _within(v, gain)
+    stop, passed, hots = _scan(
+      words, weights, shift, i, len(words), least, hot, hots
+    )
+    hit = False
+    here = np.int64(0)
+    start = REACHED[SEGMENTS]
+    end = np.int64(1) << SCALE_BITS
+    if stop == len(words):
+      start = _share(passed, gain)
+    elif v < start:
+      hit = True
+      here = np.int64(weights[words[stop] >> shift])
+      start, end = _share(passed, gain), _share(passed + here, gain)
+    code -= r * U(start)
+    rng = r * U(max(end - start, 1))
+    if rng < _WORD:
+      rng <<= U(32)
+      code = (code << U(32)) | _next(data, at)
+      at += 1
+    if stop == len(words):
+      expected += passed
+      break
+    i = stop
+    if hit:
+      m = span * np.int64((words[i] >> shift) & mask)
+      value, code, rng, at = _get_value(
+        models, m, how, width, words[i], data, code, rng, at
+      )
+      words[i] = words.dtype.type(value)
+      i += 1
+      seen += UNIT
+    expected += passed + here
+    seen, expected, gain = _update(seen, expected)
+  for h in range(hots):
+    i = hot[h]
+    context = np.int64((words[i] >> shift) & mask)
+    hit_, code, rng, at = _get_bit(models, flags + context, data, code, rng, at)
+    if hit_:
+      value, code, rng, at = _get_value(
+        models, span * context, how, width, words[i], data, code, rng, at
+      )
+      words[i] = words.dtype.type(value)
+  state[LOW], state[RANGE], state[AT] = code, rng, U(at)
+  state[GAIN], state[SEEN], state[EXPECTED] = U(gain), U(seen), U(expected)
