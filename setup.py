@@ -13,6 +13,7 @@ TEST = [
   'hypothesis',
   'ipykernel',
   'matplotlib>=3.9,<4',
+  'moto[server]>=5.1,<6',
   'nbclient',
   'nbformat',
   'psutil',
@@ -20,6 +21,7 @@ TEST = [
   'pytest-xdist',
   'ruff>=0.12',
   'tiktoken>=0.9',
+  'zarr>=3.1,<4',
 ]
 
 setuptools.setup(

@@ -13,6 +13,7 @@ import ctypes
 import errno
 import importlib
 import importlib.util
+import json
 import os
 from pathlib import Path
 import shlex
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
   _add_upcycle(commands)
   _add_score(commands)
   _add_weights(commands)
+  _add_plan(commands)
   _add_bench(commands)
   _add_view(commands)
   return parser
@@ -283,6 +285,25 @@ def _add_weights(commands: argparse._SubParsersAction) -> None:
   )
 
 
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+  parser = _command(
+    commands,
+    'plan',
+    _plan,
+    'compile an experiment for a TPU pod, without one, and see if it fits',
+  )
+  _add_experiment(parser)
+  parser.add_argument(
+    '--topology',
+    required=True,
+    metavar='NAME',
+    help='generation and shape, as v5p:8x8x16',
+  )
+  parser.add_argument(
+    '--json', type=Path, metavar='FILE', help='write the plan there too'
+  )
+
+
 def _add_bench(commands: argparse._SubParsersAction) -> None:
   parser = _command(commands, 'bench', _bench, 'measure something')
   parser.add_argument(
@@ -418,6 +439,27 @@ def _score(arguments: argparse.Namespace) -> int:
     )
   print(text)
   return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+  from composer import config
+
+  experiment = config.override(config.load(arguments.experiment), arguments.set)
+  config.validate(experiment)
+  os.environ['JAX_PLATFORMS'] = 'cpu'  # nothing runs, and no TPU is looked for
+  with _interruptible():
+    from composer import plan
+
+    found = plan.plan(
+      experiment,
+      arguments.topology,
+      lambda line: print(line, file=sys.stderr, flush=True),
+    )
+  print(plan.table(experiment, arguments.topology, found))
+  if arguments.json is not None:
+    text = json.dumps(plan.to_json(arguments.topology, found), indent=2)
+    arguments.json.write_text(text + '\n', encoding='utf-8')
+  return 0 if all(p.fits for p in found) else 1
 
 
 def _open_exchange(exchange: str):

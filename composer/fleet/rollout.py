@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+import contextlib
 import dataclasses
+import math
 import pathlib
 import threading
 import time
@@ -37,6 +39,7 @@ from composer.weights import store
 from composer.weights import sync
 
 WEIGHTS_POLL_S = 0.05
+CACHE_S = 60.0  # between two versions that are kept in `weights.cache`
 QUIET_S = 600.0  # without weights for so long, a rollout says so and ends
 END_S = 60.0  # for sessions to be given up and machines to stop
 SESSIONS = 'sessions'  # name of the thread that runs them
@@ -193,7 +196,17 @@ def _follow(rollout: Rollout) -> None:
     reader=(rollout.experiment.fleet.cluster, rollout.incarnation),
     directory=weights.cache or None,
   )
+  try:
+    _follow_with(rollout, subscriber)
+  finally:
+    with contextlib.suppress(OSError):
+      subscriber.close()
+
+
+def _follow_with(rollout: Rollout, subscriber: sync.Subscriber) -> None:
+  form = rollout.experiment.weights.form
   well = time.monotonic()  # when the exchange was last seen in order
+  saved = -math.inf
   while not rollout.stop():
     rollout.engine.check()
     update, problem = poll(subscriber)
@@ -208,11 +221,13 @@ def _follow(rollout: Rollout) -> None:
       time.sleep(WEIGHTS_POLL_S)
       continue
     version, flat = update
-    widened = params_lib.unnamed(forms.widen(weights.form, flat))
+    widened = params_lib.unnamed(forms.widen(form, flat))
     rollout.engine.activate(version, jax.block_until_ready(widened))
     rollout.engine.wait_active(version)
     rollout.on_version(version, rollout.engine.stats.pause_s)
-    subscriber.save()
+    if time.monotonic() - saved > CACHE_S:
+      subscriber.save()
+      saved = time.monotonic()
 
 
 def poll(

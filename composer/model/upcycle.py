@@ -25,6 +25,7 @@ import zlib
 import jax
 import numpy as np
 
+from composer import checks
 from composer import config as config_lib
 from composer import params as params_lib
 from composer.model import moe
@@ -83,7 +84,9 @@ def sparse_config(config: ModelConfig, into: Upcycling) -> ModelConfig:
     )
   if into.noise < 0 or not math.isfinite(into.noise):
     raise ValueError(f'noise={into.noise}; use 0 or more')
-  return dataclasses.replace(
+  if into.seed < 0:
+    raise ValueError(f'seed={into.seed}; use 0 or more')
+  sparse = dataclasses.replace(
     config,
     dense_layers=into.keep_dense,
     experts=e,
@@ -96,6 +99,8 @@ def sparse_config(config: ModelConfig, into: Upcycling) -> ModelConfig:
     router_scale=float(m),
     normalise_gates=True,
   )
+  checks.check_model(sparse)
+  return sparse
 
 
 def upcycle(

@@ -16,6 +16,7 @@ import zstandard
 from composer.weights import compiled
 
 SAME, SPARSE, RAW, ZSTD = range(4)  # codings of a bucket
+find_changes = compiled.find_changes
 RATES = 70  # below: a rate; this one: word by word
 # Beyond this share a bucket is also tried without a base.
 _TRY_DENSE_FROM = 0.5
@@ -162,12 +163,6 @@ class Coded:
   payload: bytes
 
 
-def find_changes(base: np.ndarray, new: np.ndarray) -> np.ndarray:
-  """int32, ascending positions of the words that differ."""
-  positions = np.empty(len(base) + 1, np.int32)
-  return positions[: compiled.find_changes(base, new, positions)]
-
-
 def encode(
   kind: Kind,
   pieces: Sequence[tuple[np.ndarray, np.ndarray]],
@@ -179,7 +174,7 @@ def encode(
   Args:
     kind: of all of its words.
     pieces: (base, new), unsigned words, contiguous.
-    changes: `find_changes` of each piece.
+    changes: int32, ascending positions of the words of each that differ.
     overwrite: code values, and positions, without looking at the base.
   """
   count = sum(map(len, changes))

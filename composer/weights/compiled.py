@@ -40,7 +40,6 @@ GAIN_BITS = 8
 GAIN_LEAST, GAIN_MOST = 64, 1024
 PRIOR = 8 * UNIT
 WINDOW = 128 * UNIT
-GROUP = 16  # words summed at a time
 HOT = 1 << 26  # in a table: not a hazard, but a class coded word by word
 
 
@@ -59,6 +58,7 @@ U = np.uint64
 # Of variables that depend on each other round a loop, numba cannot tell.
 _LOCALS = dict.fromkeys(('gain', 'seen', 'expected', 'passed'), numba.int64)
 _WORD = U(1 << 32)
+GROUP = U(16)  # words whose hazards are summed at a time
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -409,6 +409,9 @@ def _update(seen, expected):
 def _scan(words, weights, shift, i, end, least, hot, hots):
   """Walks the cold words of [i, end) while their hazards stay below `least`.
 
+  Indices are unsigned (here and below): a signed one may be negative, and the
+  check for it takes more than half of the time.
+
   Returns:
     (j, passed, hots): the first word with which they would not (or `end`), the
     hazards before it, and how many hot words have been listed so far.
@@ -417,58 +420,50 @@ def _scan(words, weights, shift, i, end, least, hot, hots):
   while i < end:
     while i + GROUP <= end:
       together = np.uint32(0)
-      for k in range(GROUP):
-        together += np.uint32(weights[words[i + k] >> shift])
+      for k in range(16):
+        together += np.uint32(weights[words[i + U(k)] >> shift])
       if passed + np.int64(together) >= least:
         break
       passed += np.int64(together)
       i += GROUP
-    # Which of them it is, without a branch that would be mispredicted.
-    left = min(np.int64(GROUP), end - i)
-    room = least - passed
-    total = before = n = np.int64(0)
-    for k in range(left):
-      here = np.int64(weights[words[i + k] >> shift])
-      total += here
-      below = np.int64(total < room)
-      n += below
-      before += here * below
-    passed += before
-    i += n
-    if n == left:
-      continue
-    if weights[words[i] >> shift] < HOT:
-      break
-    hot[hots] = i
-    hots += 1
-    i += 1
+    stop = min(i + GROUP, end)
+    while i < stop:
+      here = np.int64(weights[words[i] >> shift])
+      if passed + here < least:
+        passed += here
+      elif here < HOT:
+        return i, passed, hots
+      else:
+        hot[hots] = i
+        hots += U(1)
+      i += U(1)
   return i, passed, hots
 
 
 @compiled
-def find_changes(base, new, positions):
-  """Writes where words differ, ascending; returns how many do."""
-  n = 0
+def find_changes(base, new, offset, positions):
+  """Writes offset + k where words k differ, ascending; returns how many do."""
+  n = U(0)
   whole = len(base) >> 6
   for block in range(whole):
-    first = block << 6
+    first = U(block << 6)
     differ = base[0] ^ base[0]
     for k in range(64):
-      differ |= base[first + k] ^ new[first + k]
+      differ |= base[first + U(k)] ^ new[first + U(k)]
     if differ != 0:
       bits = U(0)
       for k in range(64):
-        bits |= U(base[first + k] != new[first + k]) << U(k)
+        bits |= U(base[first + U(k)] != new[first + U(k)]) << U(k)
       while bits:
         lowest = bits & (U(0) - bits)
         # The exponent of a power of two, as a number with a fraction.
         exponent = (np.float64(lowest).view(np.int64) >> 52) - 1023
-        positions[n] = first + exponent
-        n += 1
+        positions[n] = offset + np.int64(first) + exponent
+        n += U(1)
         bits ^= lowest
   for k in range(whole << 6, len(base)):
-    positions[n] = k
-    n += base[k] != new[k]
+    positions[n] = offset + k
+    n += U(base[k] != new[k])
   return n
 
 
@@ -477,10 +472,10 @@ def count_classes(base, positions, shift, changed, words, stride):
   """Adds to changed[class], and to words[class] of every stride-th 64 words."""
   shift = base.dtype.type(shift)
   for k in range(len(positions)):
-    changed[base[positions[k]] >> shift] += 1
+    changed[base[U(positions[k])] >> shift] += 1
   for first in range(0, len(base), 64 * stride):
     for k in range(first, min(first + 64, len(base))):
-      words[base[k] >> shift] += stride
+      words[base[U(k)] >> shift] += stride
 
 
 @compiled
@@ -519,30 +514,31 @@ def encode_piece(
   room = len(out) - 64
   shift = base.dtype.type(shift)
   mask = base.dtype.type(mask)
-  i = hots = k = 0
+  i = hots = k = U(0)
+  size, count = U(len(base)), U(len(changes))
   while True:
-    while k < len(changes) and weights[base[changes[k]] >> shift] >= HOT:
-      k += 1
-    ahead = np.int64(changes[k]) if k < len(changes) else len(base)
+    while k < count and weights[base[U(changes[k])] >> shift] >= HOT:
+      k += U(1)
+    ahead = U(changes[k]) if k < count else size
     horizon = ((np.int64(HORIZON - 1) << GAIN_BITS) + gain - 1) // gain
     stop, passed, hots = _scan(
       base, weights, shift, i, ahead, horizon, hot, hots
     )
     here = np.int64(0)
     hit = False
-    if stop == ahead and ahead < len(base):
+    if stop == ahead and ahead < size:
       here = np.int64(weights[base[ahead] >> shift])
       hit = passed + here < horizon
     start = REACHED[SEGMENTS]
     end = np.int64(1) << SCALE_BITS
     if hit:
       start, end = _share(passed, gain), _share(passed + here, gain)
-    elif stop == len(base):
+    elif stop == size:
       start = _share(passed, gain)
     low, rng, at = _put_part(start, end, out, low, rng, at)
     if at > room:
       return False
-    if stop == len(base):
+    if stop == size:
       expected += passed
       break
     i = stop
@@ -551,17 +547,17 @@ def encode_piece(
       low, rng, at = _put_value(
         models, m, how, width, base[i], new[i], out, low, rng, at
       )
-      i += 1
-      k += 1
+      i += U(1)
+      k += U(1)
       seen += UNIT
     expected += passed + here * hit
     seen, expected, gain = _update(seen, expected)
-  k = 0
+  k = U(0)
   for h in range(hots):
-    i = hot[h]
-    while k < len(changes) and changes[k] < i:
-      k += 1
-    hit = k < len(changes) and changes[k] == i
+    i = U(hot[h])
+    while k < count and U(changes[k]) < i:
+      k += U(1)
+    hit = k < count and U(changes[k]) == i
     context = np.int64((base[i] >> shift) & mask)
     low, rng, at = _put_bit(models, flags + context, hit, out, low, rng, at)
     if hit:
@@ -589,19 +585,18 @@ def apply_piece(
   width = words.itemsize
   shift = words.dtype.type(shift)
   mask = words.dtype.type(mask)
-  i = hots = 0
+  i = hots = U(0)
+  size = U(len(words))
   while True:
     r = rng >> U(SCALE_BITS)
     v = np.int64(min(code // r, U((1 << SCALE_BITS) - 1)))
     least = _within(v, gain)
-    stop, passed, hots = _scan(
-      words, weights, shift, i, len(words), least, hot, hots
-    )
+    stop, passed, hots = _scan(words, weights, shift, i, size, least, hot, hots)
     hit = False
     here = np.int64(0)
     start = REACHED[SEGMENTS]
     end = np.int64(1) << SCALE_BITS
-    if stop == len(words):
+    if stop == size:
       start = _share(passed, gain)
     elif v < start:
       hit = True
@@ -613,7 +608,7 @@ def apply_piece(
       rng <<= U(32)
       code = (code << U(32)) | _next(data, at)
       at += 1
-    if stop == len(words):
+    if stop == size:
       expected += passed
       break
     i = stop
@@ -623,12 +618,12 @@ def apply_piece(
         models, m, how, width, words[i], data, code, rng, at
       )
       words[i] = words.dtype.type(value)
-      i += 1
+      i += U(1)
       seen += UNIT
     expected += passed + here
     seen, expected, gain = _update(seen, expected)
   for h in range(hots):
-    i = hot[h]
+    i = U(hot[h])
     context = np.int64((words[i] >> shift) & mask)
     hit_, code, rng, at = _get_bit(models, flags + context, data, code, rng, at)
     if hit_:

@@ -7,50 +7,127 @@ and INT4 travel as uint8). The result is bit-equal to `new` always: arrays are
 treated as words, never as numbers, so negative zeros and every NaN pattern
 survive. Nothing is returned before the result's digest has been checked.
 
-Format, version 1 (all integers little-endian, H and the sizes in bytes)
+Whether an update moves a weight depends on the weight's own magnitude: an
+update of some size moves a small weight and rounds away on a large one. Both
+sides hold the base, so a change is coded under a rate for the exponent of its
+base weight. This is smaller than what the entropy of mask and values allows to
+a codec that treats all weights alike.
 
-    0         8   magic: b'CMPDELT' and the format's version as one byte
-    8         4   H, length of the header
-    12        H   header, JSON in UTF-8 (below)
-    12+H      .   the streams, back to back, in the order that the header lists
-    end-16   16   xxh3_128 (canonical, big-endian) of all bytes before it
+Format, version 2
+=================
 
-Tensors are sorted by name (code points) and grouped by the width of an element
-in bytes (1, 2, 4 or 8). The tensors of one width, flattened in C order and
-concatenated, form one array of unsigned words; a bucket is a contiguous range
-of it (at most `BUCKET_WORDS`), and buckets are coded independently.
+Integers are little-endian; varints are LEB128 (seven bits a byte, lowest first,
+the highest bit set on all bytes but the last). `x >> y`, `//` round down.
 
-Header fields: `tree` (hex xxh3_128 of the compact JSON [[name, dtype, shape],
-...] sorted by name), `base` and `result` (`digest` of the weights before and
-after), `values` ('step' or 'overwrite') and `buckets`, each an object of
+    7   magic: b'CMPDELT'
+    1   version of the format: 2
+    1   values: 0 step, 1 overwrite
+    4   the first bytes of the tree's digest
+   16   digest of the base            16   digest of the result
+    .   varint, number of buckets; for each one byte, its coding, and, where
+        that is not 0, two varints: how many of its words changed, and the
+        size of its payload
+    .   the payloads, back to back
+    8   xxh3_64 of all bytes before it
 
-    width, start, words    the range [start, start + words) of that width
-    changed                n, how many words differ
-    coding                 'same', 'gaps', 'mask' or 'dense'
-    streams                [[raw, stored], ...]: size decoded and size here.
-                           stored = raw: the bytes themselves; stored = 0: raw
-                           zero bytes; else one zstd frame of raw bytes.
-
-Positions of the n changed words, ascending p_0 < p_1 < ...:
-    gaps   stream 0 holds g_k = p_k - p_(k-1) - 1 (with p_(-1) = -1) as
-           g_k // 255 bytes of 255 and one byte g_k % 255. Hence p_k = k + the
-           sum of all bytes up to the k-th one that is not 255.
-    mask   stream 0 holds one bit a word, first word in the lowest bit.
-    dense  no stream: every word of the bucket is coded.
-    same   no streams at all: nothing changed.
-
-Values follow as `width` streams, one for each byte of a code, lowest first:
-    step       d = new - base mod 2^w, as a signed w-bit number; its code is
-               zigzag(d) = 2d if d >= 0 else -2d - 1: small steps, small codes.
-    overwrite  the new word. Larger, but idempotent: it may be applied to any
-               mixture of base and new (an apply that was interrupted) and gives
-               new. The base's digest is then not required to match; the
-               result's is.
-
-`digest` of weights is xxh3_128 over, for each tensor by name, the tensor's own
-xxh3_128 and its [name, dtype, shape] as compact JSON; so hosts that hold
-different tensors can each report theirs. The digests find accidents; they are
+Digests are canonical (big-endian). The tree is the compact JSON (UTF-8)
+[[name, dtype, shape], ...] sorted by name; its digest is its xxh3_128. A tensor
+is cut, flattened in C order, into pieces of 2^23 bytes (`PIECE_BYTES`), the
+last one shorter; its digest is the xxh3_128 of the xxh3_128 of its pieces. The
+digest of weights is the xxh3_128 over, for each tensor by name, its digest and
+its [name, dtype, shape] as compact JSON. The digests find accidents; they are
 no protection against a forger.
+
+Buckets hold whole pieces of one dtype: tensors in order of (dtype, name), a new
+bucket where the dtype changes or the bucket would hold more than PIECE_BYTES.
+Codings: 0 nothing changed, no payload; 1 sparse, below; 2 dense: the new words,
+as planes of bytes (first byte of every word, then the second ...); 3 dense, in
+one zstd frame. Dense payloads do not depend on the base.
+
+The coder
+---------
+A sparse payload is one number, coded as an interval, written as bytes with the
+highest first and without trailing zero bytes; a reader goes on with zeros. It
+reads `code`, 64 bits, and starts with range = 2^64 - 1. Whenever range < 2^32
+after an operation: range <<= 32, and code takes in four more bytes.
+
+    part    of 2^28: r = range >> 28, v = code // r. Of the interval
+            [start, end) that v lies in: code -= r start, range = r (end - start).
+    bit     under a model with probability p of a one, in units of 2^-22:
+            bound = (range >> 22) p; the bit is code < bound. One: range = bound.
+            Zero: code -= bound, range -= bound. Then the model learns, with
+            q = 2^22 for a one and 0 for a zero: p += ((q - p) rate) >> 16 with
+            rate = 2^17 // (2 n + 3), kept within [32, 2^22 - 32], and then
+            n += 1, up to 255.
+    raw     of k bits, 16 at a time, then the rest, highest first: range >>= k,
+            value = code // range, code -= range value.
+    tree    of k bits, highest first: node = 1, and for each bit, under the
+            model of the node, node = 2 node + bit.
+
+Models start with p = 2^21 and n = 1 unless said otherwise.
+
+The payload: a rate for each class of words, then the pieces in turn. All models
+and the gain live through the bucket.
+
+Classes are those of the base's words, w bits wide:
+
+    dtype                     class                              of
+    floats, e exponent and    exponent: word >> m, mod 2^e      2^e
+      m mantissa bits         (float64: word >> 55, mod 2^8)
+    uint8, int8, float8_e8m0fnu   the word                       256
+    other integers            0                                  1
+    any, values 1             0                                  1
+
+    rates   for each class in order a tree of 8 bits, all with the same 256
+            models (p = 2^21, n = 0): the rate minus that of the class before (0
+            before the first), mod 256. A rate r < 70 is cold, with the hazard
+            (4 + r mod 4) << (r // 4) a word, in units of 2^-20; 70 is hot.
+    piece   a bit (one model in a bucket): whether anything in it changed. Where
+            it did: its cold changes, then its hot words.
+
+Cold changes. Were time to pass by the hazard of each cold word, changes would
+be a Poisson process: 1 - e^-x of the gaps to the next change are shorter than
+x. In integers, F(x) of 2^28 at hazard x in units of 2^-20: at multiples of 1/8,
+x = s 2^17, s = 0 ... 32, T[s] = (2^40 - a[s]) >> 12 with a[0] = 2^40 and
+a[s+1] = a - a // 8 + a // 128 - a // 3072 for a = a[s]; between, T[s] +
+((T[s+1] - T[s]) (x mod 2^17) >> 17). Hazards are first scaled by the gain:
+x = min(hazard gain >> 8, H) with H = 2^22 - 1.
+
+From word i (at first 0) decode the v of a part. With P(j) = F(scaled sum of the
+hazards of the cold words in [i, j)), and hot words passed over:
+
+    a change    v < T[32]: the first cold word j with v < P(j + 1), if its
+                scaled sum with j is below H. The part is [P(j), P(j + 1)). Its
+                value follows. Go on at i = j + 1.
+    a horizon   v >= T[32]: the first cold word j whose scaled sum with j is at
+                least H. The part is [T[32], 2^28). Go on at i = j.
+    the end     if there is no such j: the part is [P(end), 2^28).
+
+After a change or a horizon: seen += 2^20 for a change; expected += the sum of
+the hazards in [i, j), for a change with that of j; if seen + expected > 2^27
+both are halved (>> 1); gain = ((seen + 2^23) << 8) // (expected + 2^23), kept
+within [64, 1024]. After the end of a piece only expected += the sum. At the
+start of a bucket seen = expected = 0 and gain = 256.
+
+Hot words of the piece, in order: a bit, under the model of the class; where it
+is one, a value.
+
+Values, of a changed word with base word b:
+
+    step        d = new - b mod 2^w; the models are those of b's class: first
+                a bit, d >= 2^(w-1) (p = 2^21, n = 8), and then the size of d
+                as a signed number, of k bits: for n = 1, 2 ... below w a bit,
+                whether k > n (model n, p = 2^19, n = 1). Then, of the k - 1
+                bits below the highest: the first under model (k, 0), the second
+                under model (k, 1 + the first), the rest raw.
+    uint8       a tree of 4 bits, the new high nibble, under 16 models for each
+                high nibble of b; a tree of 4 bits, the new low nibble, under 16
+                models for each of (whether the high one changed, low of b).
+    values 1    the new word: a tree of 8 bits for its highest byte, one for the
+                next if there is one, the rest raw.
+
+With values 1 nothing depends on the base. The blob may be applied to any mixture
+of base and new (an apply that was interrupted), and gives new.
 """
 
 from __future__ import annotations
@@ -65,25 +142,19 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import xxhash
-import zstandard
+
+from composer.weights import coding
 
 Flat = Mapping[str, np.ndarray]
 
 MAGIC = b'CMPDELT'
-FORMAT = 1
-BUCKET_WORDS = 1 << 22
-# Nearly all gain is zstd's Huffman coding of literals: higher levels cost 5x the
-# time for < 5 %, and short matches make small alphabets larger.
-_ZSTD = zstandard.ZstdCompressionParameters.from_level(1, min_match=7)
+FORMAT = 2
+PIECE_BYTES = 1 << 23
+_BLOCK_BYTES = 1 << 17  # compared and hashed while in the cache
 
-_PREFIX = len(MAGIC) + 1 + 4
-_DIGEST_BYTES = 16
+_FIXED = len(MAGIC) + 2 + 4 + 16 + 16
+_SUM_BYTES = 8
 _VALUES = ('step', 'overwrite')
-# Changed shares between which both codings of positions are tried; below,
-# gaps win and above, the mask (measured on bf16 steps).
-_TRY_MASK_FROM = 0.04
-_TRY_GAPS_UP_TO = 0.3
-_TRY_DENSE_FROM = 0.5
 
 DTYPES: Mapping[str, np.dtype] = {
   np.dtype(kind).name: np.dtype(kind)
@@ -110,24 +181,21 @@ DTYPES: Mapping[str, np.dtype] = {
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-  """One contiguous range of the words of one width; see the module."""
+  """One bucket of a blob; see the module."""
 
-  width: int
-  start: int
-  words: int
+  coding: int
   changed: int
-  coding: str
-  streams: tuple[tuple[int, int], ...]  # (raw, stored) bytes
+  stored: int  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-  """What a blob says of itself."""
+  """What a blob says of itself; digests in hex."""
 
-  tree: str
+  values: str
+  tree: str  # of the digest, the first 8 digits
   base: str
   result: str
-  values: str
   buckets: tuple[Bucket, ...]
 
   @property
@@ -135,18 +203,17 @@ class Header:
     """Words that differ."""
     return sum(bucket.changed for bucket in self.buckets)
 
-  @property
-  def words(self) -> int:
-    return sum(bucket.words for bucket in self.buckets)
 
-
-def encode(base: Flat, new: Flat, *, values: str = 'step') -> bytes:
+def encode(
+  base: Flat, new: Flat, *, values: str = 'step', threads: int | None = None
+) -> bytes:
   """Codes `new` given `base`.
 
   Args:
     base: what the reader holds.
     new: what the reader is to hold; same names, dtypes and shapes.
     values: 'step' (smallest) or 'overwrite' (idempotent).
+    threads: at most; None: one a core. The bytes do not depend on it.
 
   Raises:
     ValueError: the trees differ (the first difference is named), an array has a
@@ -158,62 +225,86 @@ def encode(base: Flat, new: Flat, *, values: str = 'step') -> bytes:
   check_same_tree(tree, describe(new))
   base_words, new_words = _words(base), _words(new)
 
-  def code(span: _Span) -> tuple[Bucket, list[bytes]]:
-    return _encode_bucket(
-      span, _gather(base_words, span), _gather(new_words, span), values
-    )
+  def code(span: _Span) -> tuple[coding.Coded, list[tuple[bytes, bytes]]]:
+    pieces, changes, digests = [], [], []
+    for piece in span.pieces:
+      old, now = piece.of(base_words), piece.of(new_words)
+      where, *both = _compare(old, now)
+      pieces.append((old, now))
+      changes.append(where)
+      digests.append(tuple(both))
+    coded = coding.encode(span.kind, pieces, changes, values == 'overwrite')
+    return coded, digests
 
   spans = _spans(tree)
-  coded = _map(code, spans, sum(span.words for span in spans))
-  header = Header(
-    tree=tree_digest(tree),
-    base=digest(base),
-    result=digest(new),
-    values=values,
-    buckets=tuple(bucket for bucket, _ in coded),
+  done = _map(code, spans, threads)
+  old, now = (
+    _combine(tree, spans, [[pair[side] for pair in pairs] for _, pairs in done])
+    for side in (0, 1)
   )
-  text = json.dumps(dataclasses.asdict(header), separators=(',', ':')).encode()
-  parts = [MAGIC, bytes([FORMAT]), len(text).to_bytes(4, 'little'), text]
-  for _, streams in coded:
-    parts.extend(streams)
-  body = b''.join(parts)
-  return body + xxhash.xxh3_128_digest(body)
+  return _seal(values, tree, old, now, [coded for coded, _ in done])
 
 
-def apply(base: Flat, blob: bytes) -> dict[str, np.ndarray]:
+def apply(
+  base: Flat,
+  blob: bytes,
+  *,
+  out: Flat | None = None,
+  threads: int | None = None,
+) -> dict[str, np.ndarray]:
   """Returns the weights that `blob` was made for, bit for bit.
 
-  `base` is not touched. The arrays returned are read-only views of one fused
-  buffer a width. Applying a blob to its own result returns that result.
+  Applying a blob to its own result returns that result.
+
+  Args:
+    base: what `encode` was given, or the result; with values 'overwrite' any
+      mixture of both. Not touched (but see `out`).
+    blob: from `encode`.
+    out: writable arrays of the same tree to write into, such as those of an
+      older version: fresh memory costs more than the rest. With 'overwrite'
+      they may be those of `base`; an apply in place that was interrupted is
+      repeated. If this raises, they hold neither version. None: new arrays,
+      read-only views of one buffer a dtype.
+    threads: at most; None: one a core.
 
   Raises:
-    ValueError: the blob is damaged, truncated or of a newer format, `base` has
+    ValueError: the blob is damaged, truncated or of another format, `base` has
       another tree or other bits than the blob was made for, or the result is
       not what it should be. Nothing is returned then.
   """
   header, payload = _open(blob)
   tree = describe(base)
-  if tree_digest(tree) != header.tree:
+  if tree_digest(tree)[:8] != header.tree:
     raise ValueError(
-      f'the delta was made for a tree with digest {header.tree}, the base has'
+      f'the delta was made for a tree with digest {header.tree}..., the base has'
       f' {tree_digest(tree)}: its names, dtypes or shapes differ; start from a'
       ' full base of the same model'
     )
+  overwrite = header.values == 'overwrite'
+  if out is None:
+    result, target = _fresh(tree)
+  else:
+    result, target = dict(out), _writable(tree, base, out, overwrite)
+  problem = ''
+  try:
+    digests = _scatter(tree, header, payload, _words(base), target, threads)
+    if digests == header.result:
+      return result
+  except ValueError as error:
+    problem = str(error)
+  # The base is only looked at now: of a good result, nobody needs to know it.
   held = digest(base)
-  if held == header.result:
+  if held == header.result and out is None:
     return dict(base)
-  if held != header.base and header.values != 'overwrite':
+  if held != header.base and not overwrite:
     raise ValueError(
       f'wrong base: the delta was made for digest {header.base}, the base has'
       f' {held}; apply the versions between them or start from a full base'
     )
-  result = _scatter(base, tree, header, payload)
-  if (got := digest(result)) != header.result:
-    raise ValueError(
-      f'the delta gave digest {got} instead of {header.result}; the blob does'
-      ' not belong to this base'
-    )
-  return result
+  raise ValueError(
+    f'the delta does not give digest {header.result}: {problem or "wrong bits"};'
+    ' it does not belong to this base'
+  )
 
 
 def count_changed(base: Flat, new: Flat) -> int:
@@ -228,6 +319,9 @@ def count_changed(base: Flat, new: Flat) -> int:
 def inspect(blob: bytes) -> Header:
   """Reads the header of an intact blob (ValueError otherwise)."""
   return _open(blob)[0]
+
+
+# --- Trees and digests -------------------------------------------------------
 
 
 def describe(flat: Flat) -> list[list[Any]]:
@@ -247,324 +341,6 @@ def describe(flat: Flat) -> list[list[Any]]:
       )
     tree.append([name, array.dtype.name, list(array.shape)])
   return tree
-
-
-def tree_digest(tree: list[list[Any]]) -> str:
-  """Hex digest of what `describe` returned."""
-  text = json.dumps(tree, separators=(',', ':'))
-  return xxhash.xxh3_128_hexdigest(text.encode())
-
-
-def tensor_digests(flat: Flat) -> dict[str, str]:
-  """Hex digest of every tensor's bytes."""
-  return {
-    name: xxhash.xxh3_128_hexdigest(words)
-    for name, words in _words(flat).items()
-  }
-
-
-def combine_digests(tree: list[list[Any]], tensors: Mapping[str, str]) -> str:
-  """`digest` of the whole from the digests of its tensors."""
-  hasher = xxhash.xxh3_128()
-  for entry in tree:
-    hasher.update(bytes.fromhex(tensors[entry[0]]))
-    hasher.update(json.dumps(entry, separators=(',', ':')).encode())
-  return hasher.hexdigest()
-
-
-def digest(flat: Flat) -> str:
-  """Hex digest of names, dtypes, shapes and every bit."""
-  return combine_digests(describe(flat), tensor_digests(flat))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Span:
-  """A bucket before coding: `pieces` are (name, first word, end word)."""
-
-  width: int
-  start: int
-  words: int
-  pieces: tuple[tuple[str, int, int], ...]
-
-
-def _spans(tree: list[list[Any]]) -> list[_Span]:
-  """Cuts the concatenation of each width into ranges of `BUCKET_WORDS`."""
-  spans = []
-  for width in (1, 2, 4, 8):
-    start, held, pieces = 0, 0, []
-    for name, dtype, shape in tree:
-      if DTYPES[dtype].itemsize != width:
-        continue
-      size = int(np.prod(shape, dtype=np.int64))
-      low = 0
-      while low < size:
-        high = min(size, low + BUCKET_WORDS - held)
-        pieces.append((name, low, high))
-        held += high - low
-        low = high
-        if held == BUCKET_WORDS:
-          spans.append(_Span(width, start, held, tuple(pieces)))
-          start, held, pieces = start + held, 0, []
-    if held:
-      spans.append(_Span(width, start, held, tuple(pieces)))
-  return spans
-
-
-def _words(flat: Flat) -> dict[str, np.ndarray]:
-  """Every tensor as a flat array of unsigned words."""
-  return {
-    name: np.ascontiguousarray(array).reshape(-1).view(f'u{array.itemsize}')
-    for name, array in flat.items()
-  }
-
-
-def _gather(words: Mapping[str, np.ndarray], span: _Span) -> np.ndarray:
-  pieces = [words[name][low:high] for name, low, high in span.pieces]
-  return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-
-def _encode_bucket(
-  span: _Span, base: np.ndarray, new: np.ndarray, values: str
-) -> tuple[Bucket, list[bytes]]:
-  """Codes one bucket in the smallest of the codings worth trying."""
-  differs = base != new  # [words]
-  positions = np.flatnonzero(differs)
-  changed = len(positions)
-  candidates: list[tuple[str, list[tuple[int, bytes]]]] = []
-  if changed == 0:
-    candidates.append(('same', []))
-  else:
-    share = changed / span.words
-    planes = _pack_planes(_codes(base[positions], new[positions], values))
-    if share < _TRY_GAPS_UP_TO:
-      candidates.append(('gaps', [_pack(_gaps(positions)), *planes]))
-    if share >= _TRY_MASK_FROM:
-      bits = np.packbits(differs, bitorder='little')
-      candidates.append(('mask', [_pack(bits), *planes]))
-    if share >= _TRY_DENSE_FROM:
-      candidates.append(('dense', _pack_planes(_codes(base, new, values))))
-  coding, streams = min(
-    candidates, key=lambda item: sum(len(stored) for _, stored in item[1])
-  )
-  bucket = Bucket(
-    width=span.width,
-    start=span.start,
-    words=span.words,
-    changed=changed,
-    coding=coding,
-    streams=tuple((raw, len(stored)) for raw, stored in streams),
-  )
-  return bucket, [stored for _, stored in streams]
-
-
-def _codes(base: np.ndarray, new: np.ndarray, values: str) -> np.ndarray:
-  """Value codes of words, as words."""
-  if values == 'overwrite':
-    return new
-  step = (new - base).view(f'i{new.itemsize}')  # wraps modulo 2^w
-  return ((step << 1) ^ (step >> (8 * new.itemsize - 1))).view(new.dtype)
-
-
-def _undo_codes(base: np.ndarray, codes: np.ndarray, values: str) -> np.ndarray:
-  if values == 'overwrite':
-    return codes
-  one = codes.dtype.type(1)
-  step = (codes >> one) ^ (~(codes & one) + one)  # unsigned; wraps
-  return base + step
-
-
-def _gaps(positions: np.ndarray) -> np.ndarray:
-  """uint8 codes of the gaps between ascending positions."""
-  gaps = np.diff(positions, prepend=-1) - 1
-  last = np.cumsum(gaps // 255 + 1) - 1  # index of each gap's last byte
-  coded = np.full(last[-1] + 1, 255, np.uint8)
-  coded[last] = gaps % 255
-  return coded
-
-
-def _undo_gaps(coded: np.ndarray) -> np.ndarray:
-  ends = np.flatnonzero(coded != 255)
-  return np.cumsum(coded, dtype=np.int64)[ends] + np.arange(len(ends))
-
-
-def _pack_planes(codes: np.ndarray) -> list[tuple[int, bytes]]:
-  width = codes.itemsize
-  rows = codes.view(np.uint8).reshape(-1, width)
-  return [_pack(rows[:, plane]) for plane in range(width)]
-
-
-def _pack(raw: np.ndarray) -> tuple[int, bytes]:
-  """(size, stored form) of a stream of bytes; see `streams` in the module."""
-  if not raw.any():
-    return len(raw), b''
-  data = raw.tobytes()
-  packed = zstandard.ZstdCompressor(compression_params=_ZSTD).compress(data)
-  return len(data), packed if len(packed) < len(data) else data
-
-
-def _unpack(raw: int, stored: bytes | memoryview) -> np.ndarray:
-  if not stored:
-    return np.zeros(raw, np.uint8)
-  if len(stored) == raw:
-    return np.frombuffer(stored, np.uint8)
-  try:
-    # Checked first: the frame's own size would decide what is allocated.
-    if zstandard.frame_content_size(stored) != raw:
-      raise ValueError(f'a stream does not decode to the {raw} bytes it should')
-    data = zstandard.ZstdDecompressor().decompress(stored)
-  except zstandard.ZstdError as error:
-    raise ValueError(
-      f'a stream of the delta does not decode: {error}'
-    ) from error
-  return np.frombuffer(data, np.uint8)
-
-
-def _scatter(
-  base: Flat, tree: list[list[Any]], header: Header, payload: memoryview
-) -> dict[str, np.ndarray]:
-  """Decodes every bucket into one new buffer a width; views of it by name."""
-  spans = _spans(tree)
-  if [(s.width, s.start, s.words) for s in spans] != [
-    (b.width, b.start, b.words) for b in header.buckets
-  ]:
-    raise ValueError('the buckets of the delta do not tile the base')
-  totals: dict[int, int] = {}
-  jobs, offset = [], 0
-  for span, bucket in zip(spans, header.buckets, strict=True):
-    totals[span.width] = span.start + span.words
-    jobs.append((span, bucket, offset))
-    offset += sum(stored for _, stored in bucket.streams)
-  if offset != len(payload):
-    raise ValueError(
-      f'the delta lists {offset} bytes of streams and holds {len(payload)}'
-    )
-  words = _words(base)
-  out = {width: np.empty(total, f'u{width}') for width, total in totals.items()}
-
-  def decode(job: tuple[_Span, Bucket, int]) -> None:
-    span, bucket, at = job
-    target = out[span.width][span.start : span.start + span.words]
-    low = 0
-    for name, start, end in span.pieces:
-      target[low : low + end - start] = words[name][start:end]
-      low += end - start
-    _decode_bucket(bucket, header.values, payload[at:], target)
-
-  _map(decode, jobs, header.words)
-  return _views(tree, out)
-
-
-def _decode_bucket(
-  bucket: Bucket, values: str, payload: memoryview, target: np.ndarray
-) -> None:
-  """Turns `target`, which holds the base's words, into the result's."""
-  streams, low = [], 0
-  for raw, stored in bucket.streams:
-    streams.append(_unpack(raw, payload[low : low + stored]))
-    low += stored
-  if bucket.coding == 'same':
-    return
-  count = bucket.words
-  where: np.ndarray | slice = slice(None)
-  if bucket.coding != 'dense':
-    count = bucket.changed
-    where = _positions(bucket, streams.pop(0))
-  if [len(plane) for plane in streams] != [count] * bucket.width:
-    raise ValueError('the values of a bucket do not fit it')
-  codes = np.empty((count, bucket.width), np.uint8)
-  for plane, stream in enumerate(streams):
-    codes[:, plane] = stream
-  words = codes.reshape(-1).view(target.dtype)
-  target[where] = _undo_codes(target[where], words, values)
-
-
-def _positions(bucket: Bucket, stream: np.ndarray) -> np.ndarray:
-  """Positions of the changed words, int64 [changed], ascending."""
-  if bucket.coding == 'gaps':
-    where = _undo_gaps(stream)
-  else:
-    where = np.flatnonzero(np.unpackbits(stream, bitorder='little'))
-  if len(where) != bucket.changed or (len(where) and where[-1] >= bucket.words):
-    raise ValueError('the positions of a bucket do not fit it')
-  return where
-
-
-def _views(
-  tree: list[list[Any]], out: Mapping[int, np.ndarray]
-) -> dict[str, np.ndarray]:
-  flat, offsets = {}, dict.fromkeys(out, 0)
-  for buffer in out.values():
-    buffer.flags.writeable = False
-  for name, dtype_name, shape in tree:
-    dtype = DTYPES[dtype_name]
-    size = int(np.prod(shape, dtype=np.int64))
-    if size == 0:
-      flat[name] = np.empty(shape, dtype)
-      continue
-    low = offsets[dtype.itemsize]
-    flat[name] = (
-      out[dtype.itemsize][low : low + size].view(dtype).reshape(shape)
-    )
-    offsets[dtype.itemsize] = low + size
-  return flat
-
-
-def _open(blob: bytes) -> tuple[Header, memoryview]:
-  """Checks the blob's own digest, then parses its header."""
-  if len(blob) < _PREFIX + _DIGEST_BYTES or blob[: len(MAGIC)] != MAGIC:
-    raise ValueError(
-      f'not a weight delta, or cut short: {len(blob)} bytes that begin with'
-      f' {bytes(blob[: len(MAGIC)])!r}'
-    )
-  view = memoryview(blob)
-  body, tail = view[:-_DIGEST_BYTES], view[-_DIGEST_BYTES:]
-  version = blob[len(MAGIC)]
-  if version > FORMAT:
-    raise ValueError(
-      f'the delta has format {version}, this program reads up to {FORMAT};'
-      ' update it (or the blob is damaged)'
-    )
-  if xxhash.xxh3_128_digest(body) != bytes(tail):
-    raise ValueError(
-      f'the delta of {len(blob)} bytes is damaged or cut short: its digest does'
-      ' not match; fetch it again'
-    )
-  end = _PREFIX + int.from_bytes(blob[_PREFIX - 4 : _PREFIX], 'little')
-  try:
-    fields = json.loads(bytes(body[_PREFIX:end]))
-    buckets = tuple(
-      Bucket(**{**b, 'streams': tuple((r, s) for r, s in b['streams'])})
-      for b in fields.pop('buckets')
-    )
-    header = Header(buckets=buckets, **fields)
-  except (TypeError, KeyError, ValueError) as error:
-    raise ValueError(
-      f'the header of the delta is malformed: {error}'
-    ) from error
-  if header.values not in _VALUES:
-    raise ValueError(f'values={header.values!r} is unknown to this version')
-  for bucket in header.buckets:
-    _check_bucket(bucket)
-  return header, body[end:]
-
-
-def _check_bucket(bucket: Bucket) -> None:
-  """Bounds on every number, before anything is allocated by it."""
-  numbers = [bucket.width, bucket.start, bucket.words, bucket.changed]
-  for raw, stored in bucket.streams:
-    numbers += [raw, stored]
-    if not isinstance(raw, int) or raw > 2 * BUCKET_WORDS:
-      raise ValueError(f'the delta lists a stream of {raw!r} bytes')
-  if any(not isinstance(n, int) or n < 0 for n in numbers):
-    raise ValueError(f'the delta has a malformed bucket: {bucket}')
-  positions = {'same': 0, 'gaps': 1, 'mask': 1, 'dense': 0}
-  if bucket.coding not in positions:
-    raise ValueError(f'coding {bucket.coding!r} is unknown to this version')
-  planes = 0 if bucket.coding == 'same' else bucket.width
-  if len(bucket.streams) != positions[bucket.coding] + planes:
-    raise ValueError(
-      f'a bucket coded {bucket.coding!r} has {len(bucket.streams)} streams'
-    )
 
 
 def check_same_tree(base: list[list[Any]], new: list[list[Any]]) -> None:
@@ -587,10 +363,277 @@ def check_same_tree(base: list[list[Any]], new: list[list[Any]]) -> None:
   )
 
 
-def _map(function: Callable[[Any], Any], items: list[Any], words: int) -> list:
-  """Over threads where it pays: numpy and zstd release the interpreter lock."""
-  if words <= BUCKET_WORDS:
+def tree_digest(tree: list[list[Any]]) -> str:
+  """Hex digest of what `describe` returned."""
+  text = json.dumps(tree, separators=(',', ':'))
+  return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def tensor_digests(flat: Flat) -> dict[str, str]:
+  """Hex digest of every tensor's bytes."""
+  tree, words = describe(flat), _words(flat)
+  spans = _spans(tree)
+
+  def hash_pieces(span: _Span) -> list[bytes]:
+    return [xxhash.xxh3_128_digest(piece.of(words)) for piece in span.pieces]
+
+  return _by_tensor(tree, spans, _map(hash_pieces, spans, None))
+
+
+def combine_digests(tree: list[list[Any]], tensors: Mapping[str, str]) -> str:
+  """`digest` of the whole from the digests of its tensors."""
+  hasher = xxhash.xxh3_128()
+  for entry in tree:
+    hasher.update(bytes.fromhex(tensors[entry[0]]))
+    hasher.update(json.dumps(entry, separators=(',', ':')).encode())
+  return hasher.hexdigest()
+
+
+def digest(flat: Flat) -> str:
+  """Hex digest of names, dtypes, shapes and every bit."""
+  return combine_digests(describe(flat), tensor_digests(flat))
+
+
+def _by_tensor(tree, spans, digests) -> dict[str, str]:
+  """Digests of tensors from those of the pieces of each span."""
+  hashers = {name: xxhash.xxh3_128() for name, _, _ in tree}
+  for span, found in zip(spans, digests, strict=True):
+    for piece, part in zip(span.pieces, found, strict=True):
+      hashers[piece.name].update(part)
+  return {name: hasher.hexdigest() for name, hasher in hashers.items()}
+
+
+def _combine(tree, spans, digests) -> str:
+  return combine_digests(tree, _by_tensor(tree, spans, digests))
+
+
+# --- Buckets -----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+  """Words [low, high) of a tensor."""
+
+  name: str
+  low: int
+  high: int
+
+  def of(self, words: Mapping[str, np.ndarray]) -> np.ndarray:
+    return words[self.name][self.low : self.high]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span:
+  """A bucket before coding."""
+
+  kind: coding.Kind
+  pieces: tuple[_Piece, ...]
+
+
+def _spans(tree: list[list[Any]]) -> list[_Span]:
+  """The buckets of a tree, in their order."""
+  spans: list[_Span] = []
+  held, before, pieces = 0, None, []
+  for name, dtype, shape in sorted(tree, key=lambda entry: (entry[1], entry[0])):
+    width = DTYPES[dtype].itemsize
+    size = int(np.prod(shape, dtype=np.int64))
+    most = PIECE_BYTES // width
+    for low in range(0, size, most):
+      high = min(size, low + most)
+      if pieces and (dtype != before or held + high - low > most):
+        spans.append(_Span(coding.kind_of(DTYPES[before]), tuple(pieces)))
+        held, pieces = 0, []
+      pieces.append(_Piece(name, low, high))
+      held, before = held + high - low, dtype
+  if pieces:
+    spans.append(_Span(coding.kind_of(DTYPES[before]), tuple(pieces)))
+  return spans
+
+
+def _words(flat: Flat) -> dict[str, np.ndarray]:
+  """Every tensor as a flat, read-only array of unsigned words.
+
+  All of them read-only: the loops are compiled for one sort of array.
+  """
+  words = {}
+  for name, array in flat.items():
+    view = np.ascontiguousarray(array).reshape(-1).view(f'u{array.itemsize}')
+    view.flags.writeable = False
+    words[name] = view
+  return words
+
+
+def _compare(base: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, bytes, bytes]:
+  """(positions that differ, digest of base, digest of new) of one piece."""
+  positions = np.empty(len(base) + 1, np.int32)
+  old, now = xxhash.xxh3_128(), xxhash.xxh3_128()
+  block = _BLOCK_BYTES // base.itemsize
+  count = 0
+  for low in range(0, len(base), block):
+    a, b = base[low : low + block], new[low : low + block]
+    count += coding.find_changes(a, b, low, positions[count:])
+    old.update(a)
+    now.update(b)
+  return positions[:count].copy(), old.digest(), now.digest()
+
+
+def _scatter(tree, header, payload, words, target, threads) -> str:
+  """Decodes every bucket into `target`; the digest of what came out."""
+  spans = _spans(tree)
+  if len(spans) != len(header.buckets):
+    raise ValueError(
+      f'it has {len(header.buckets)} buckets, and the base {len(spans)}'
+    )
+  jobs, low = [], 0
+  for span, bucket in zip(spans, header.buckets, strict=True):
+    part = payload[low : low + bucket.stored]
+    jobs.append((span, coding.Coded(bucket.coding, bucket.changed, part)))
+    low += bucket.stored
+
+  def decode(job: tuple[_Span, coding.Coded]) -> list[bytes]:
+    span, coded = job
+    pieces = [piece.of(target) for piece in span.pieces]
+    for piece, into in zip(span.pieces, pieces, strict=True):
+      source = piece.of(words)
+      if source.ctypes.data != into.ctypes.data:
+        np.copyto(into, source)
+    coding.apply(span.kind, coded, pieces, header.values == 'overwrite')
+    return [xxhash.xxh3_128_digest(piece) for piece in pieces]
+
+  return _combine(tree, spans, _map(decode, jobs, threads))
+
+
+def _fresh(tree) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+  """(arrays, read-only; their words, writable), in one buffer a dtype."""
+  totals: dict[str, int] = {}
+  for _, dtype, shape in tree:
+    size = int(np.prod(shape, dtype=np.int64))
+    totals[dtype] = totals.get(dtype, 0) + size
+  buffers = {
+    dtype: np.empty(total, f'u{DTYPES[dtype].itemsize}')
+    for dtype, total in totals.items()
+  }
+  arrays, words, offsets = {}, {}, dict.fromkeys(totals, 0)
+  for name, dtype, shape in tree:
+    low = offsets[dtype]
+    offsets[dtype] = high = low + int(np.prod(shape, dtype=np.int64))
+    words[name] = buffers[dtype][low:high]
+    arrays[name] = words[name].view(DTYPES[dtype]).reshape(shape)
+    arrays[name].flags.writeable = False
+  return arrays, words
+
+
+def _writable(tree, base, out, overwrite) -> dict[str, np.ndarray]:
+  """The words of `out`; ValueError where it cannot take the result."""
+  check_same_tree(tree, describe(out))
+  words = {}
+  for name, array in out.items():
+    if not (array.flags.writeable and array.flags.c_contiguous):
+      raise ValueError(f'out[{name!r}] is read-only or not contiguous')
+    if not overwrite and np.shares_memory(array, base[name]):
+      raise ValueError(
+        f'out[{name!r}] is the base itself: only a delta encoded with'
+        " values='overwrite' can be applied in place"
+      )
+    words[name] = array.reshape(-1).view(f'u{array.itemsize}')
+  return words
+
+
+def _map(
+  function: Callable[[Any], Any], items: list[Any], threads: int | None
+) -> list[Any]:
+  """In order, over threads: the loops and the digests hold no lock."""
+  workers = min(len(items), threads or os.cpu_count() or 1)
+  if workers <= 1:
     return [function(item) for item in items]
-  workers = min(len(items), os.cpu_count() or 1)
   with concurrent.futures.ThreadPoolExecutor(workers) as pool:
     return list(pool.map(function, items))
+
+
+# --- The blob ----------------------------------------------------------------
+
+
+def _seal(values, tree, base, result, buckets) -> bytes:
+  parts = [MAGIC, bytes([FORMAT, _VALUES.index(values)])]
+  parts += [bytes.fromhex(tree_digest(tree)[:8])]
+  parts += [bytes.fromhex(base), bytes.fromhex(result), _varint(len(buckets))]
+  for bucket in buckets:
+    parts.append(bytes([bucket.coding]))
+    if bucket.coding != coding.SAME:
+      parts += [_varint(bucket.changed), _varint(len(bucket.payload))]
+  body = b''.join([*parts, *(bucket.payload for bucket in buckets)])
+  return body + xxhash.xxh3_64_digest(body)
+
+
+def _varint(value: int) -> bytes:
+  data = bytearray()
+  while value > 127:
+    data.append(value & 127 | 128)
+    value >>= 7
+  data.append(value)
+  return bytes(data)
+
+
+def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
+  value = 0
+  for k in range(9):
+    if at >= len(data):
+      break
+    value |= (data[at] & 127) << (7 * k)
+    at += 1
+    if data[at - 1] < 128:
+      return value, at
+  raise ValueError('the header of the delta is malformed')
+
+
+def _open(blob: bytes) -> tuple[Header, memoryview]:
+  """Checks the blob's own digest, then parses its header."""
+  if len(blob) < _FIXED + 1 + _SUM_BYTES or blob[: len(MAGIC)] != MAGIC:
+    raise ValueError(
+      f'not a weight delta, or cut short: {len(blob)} bytes that begin with'
+      f' {bytes(blob[: len(MAGIC)])!r}'
+    )
+  view = memoryview(blob)
+  body, tail = view[:-_SUM_BYTES], view[-_SUM_BYTES:]
+  version = blob[len(MAGIC)]
+  if version != FORMAT:
+    raise ValueError(
+      f'the delta has format {version}, this program reads {FORMAT}; update'
+      ' the older side (or the blob is damaged)'
+    )
+  if xxhash.xxh3_64_digest(body) != bytes(tail):
+    raise ValueError(
+      f'the delta of {len(blob)} bytes is damaged or cut short: its digest does'
+      ' not match; fetch it again'
+    )
+  at = len(MAGIC) + 1
+  if blob[at] >= len(_VALUES):
+    raise ValueError(f'values={blob[at]} are unknown to this version')
+  digests = bytes(body[at + 1 : _FIXED]).hex()
+  buckets, end = _read_buckets(body, _FIXED)
+  if end + sum(bucket.stored for bucket in buckets) != len(body):
+    raise ValueError('the payloads of the delta do not fit its header')
+  header = Header(
+    values=_VALUES[blob[at]],
+    tree=digests[:8],
+    base=digests[8:40],
+    result=digests[40:],
+    buckets=buckets,
+  )
+  return header, body[end:]
+
+
+def _read_buckets(body: memoryview, at: int) -> tuple[tuple[Bucket, ...], int]:
+  count, at = _read_varint(body, at)
+  buckets = []
+  for _ in range(min(count, len(body))):
+    if at >= len(body) or body[at] > coding.ZSTD:
+      raise ValueError('the header of the delta is malformed')
+    how, changed, stored, at = body[at], 0, 0, at + 1
+    if how != coding.SAME:
+      changed, at = _read_varint(body, at)
+      stored, at = _read_varint(body, at)
+    buckets.append(Bucket(how, changed, stored))
+  if len(buckets) != count:
+    raise ValueError('the header of the delta is malformed')
+  return tuple(buckets), at

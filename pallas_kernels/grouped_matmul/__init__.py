@@ -189,7 +189,9 @@ def _choose(x, w, transpose, gated, implementation) -> str:
   return dispatch.choose(NAME, implementation, gpu_fault, tpu_fault)
 
 
-def _tuned(pass_: str, m: int, k: int, n: int, groups: int):
+def _tuned(
+  pass_: str, m: int, k: int, n: int, groups: int, gated: bool = False
+):
   """Tiles of the tunings, by the pass, many or few rows a group, K and N."""
   from pallas_kernels import mosaic
   from pallas_kernels.grouped_matmul import gpu
@@ -203,7 +205,8 @@ def _tuned(pass_: str, m: int, k: int, n: int, groups: int):
   work = max(min(m, groups), m // 128) * -(-n // tiles.columns)
   if pass_ == 'rows' and 3 * work < mosaic.cores():
     # Most multiprocessors would have nothing to do.
-    return gpu.Tiles(consumers=1, columns=64, stages=8)
+    columns = 128 if gated else 64
+    return gpu.Tiles(consumers=1, columns=columns, stages=6)
   return tiles
 
 
@@ -220,7 +223,7 @@ def _run(x, w, group_sizes, transpose, gated, chosen, tiles):
     from pallas_kernels.grouped_matmul import gpu
 
     n = w.shape[1] if transpose else w.shape[-1]
-    tiles = tiles or _tuned('rows', *x.shape, n, w.shape[0])
+    tiles = tiles or _tuned('rows', *x.shape, n, w.shape[0], gated)
     return gpu.grouped_matmul(
       x,
       w,

@@ -130,7 +130,7 @@ def test_gradients(name, gated):
 @hypothesis.settings(max_examples=3, deadline=None, derandomize=True)
 @hypothesis.given(
   sizes=st.lists(st.integers(0, 140), min_size=1, max_size=2).filter(sum),
-  tiles=st.sampled_from(TILES),
+  tiles=st.sampled_from(TILES[:3]),
   data=st.data(),
 )
 def test_bits_depend_on_the_row_alone(sizes, tiles, data):
@@ -151,7 +151,8 @@ def test_bits_depend_on_the_row_alone(sizes, tiles, data):
     w,
     jnp.bincount(jnp.asarray(owner[kept]), length=len(sizes)),
     implementation='gpu_interpret',
-    tiles=data.draw(st.sampled_from(TILES)),
+    # Of one depth: on CPU a stage is summed as one product, in CPU's order.
+    tiles=data.draw(st.sampled_from(TILES[:3])),
   )
   np.testing.assert_array_equal(bits(other), y[kept])
 

@@ -118,7 +118,7 @@ def test_kept_ids(monkeypatch):
   t=st.integers(1, 100),
   rows=st.integers(1, 100),
   tiles=st.sampled_from(
-    [gpu.TILES, gpu.matmul.Tiles(consumers=1, depth=128, stages=2, panel=1)]
+    [gpu.TILES, gpu.matmul.Tiles(consumers=1, stages=2, panel=1)]
   ),
 )
 def test_bits_depend_on_the_row_alone(t, rows, tiles):

@@ -405,5 +405,5 @@ def test_a_flipped_bit_of_head_is_noticed(kv):
       number, got = reader.poll()
     except ValueError:
       continue
-    assert number == 1 and whole[at : at + 1] in b'0123456789"format:'
+    assert number == 1 and whole[at : at + 1] in b'0123456789"format:check'
     _same(got, 1)
