@@ -21,6 +21,7 @@ from typing import Any
 # Before jax: another process may hold libtpu, and there is no TPU to ask.
 os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
 os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
 
 import jax
 from jax.experimental import topologies
@@ -481,8 +482,7 @@ def table(
       f' {p.temporaries / GIB:.1f}{beside})'
     )
     lines.append(f'  FLOPs a chip    {p.flops:.3e}')
-    for name, size in p.wire.items():
-      lines.append(f'  {name:36} {size / 1e9:9.3f} GB')
+    lines.extend(_wire_lines(p.wire))
     bounds = ', '.join(f'{k} {_seconds(v)}' for k, v in p.bounds.items())
     lines.append(f'  no faster than  {bounds}: {p.binds} binds')
     if p.tokens:
@@ -497,6 +497,18 @@ def table(
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
   lines.append(f'peak memory of this process {peak:.1f} GiB')
   return '\n'.join(lines)
+
+
+def _wire_lines(wire: dict[str, float]) -> list[str]:
+  """Collectives from the largest on; those under a hundredth in one line."""
+  large = {k: v for k, v in wire.items() if v >= 0.01 * sum(wire.values())}
+  ordered = sorted(large, key=large.get, reverse=True)
+  lines = [f'  {name:48} {wire[name] / 1e9:9.3f} GB' for name in ordered]
+  if len(large) < len(wire):
+    rest = sum(wire.values()) - sum(large.values())
+    name = f'{len(wire) - len(large)} others'
+    lines.append(f'  {name:48} {rest / 1e9:9.3f} GB')
+  return lines
 
 
 def _seconds(value: float) -> str:

@@ -76,9 +76,18 @@ def test_help_is_quick_and_shows_what_exists():
     result = python('-m', 'composer', '--help')
     seconds.append(time.perf_counter() - start)
   assert result.returncode == 0 and min(seconds) < 1.0
-  for name in ('run', 'eval', 'convert', 'weights', 'bench', 'view'):
+  for name in (
+    'run',
+    'eval',
+    'convert',
+    'upcycle',
+    'score',
+    'weights',
+    'bench',
+    'view',
+  ):
     assert f'\n    {name} ' in result.stdout
-  for name in ('serve', 'score', 'tasks', 'plan'):
+  for name in ('serve', 'tasks', 'plan'):
     assert f'\n    {name}' not in result.stdout
 
 

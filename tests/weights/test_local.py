@@ -221,7 +221,7 @@ def test_a_reader_killed_at_every_point_of_applying_and_keeping(tmp_path):
   """kill -9 of real processes; each next life starts where it can."""
   url = f'file://{tmp_path}/exchange'
   kv = store.open_exchange(url)
-  publisher = sync.Publisher(kv, FORM, 100)
+  publisher = sync.Publisher(kv, FORM, 4)
   directory = tmp_path / 'cache'
   ended = []
   for point in range(1, 30):
