@@ -372,7 +372,7 @@ def plan_one(program: Program, chip: Chip) -> Planned:
   try:
     compiled = traced.lower(lowering_platforms=('tpu',)).compile()
   except jax.errors.JaxRuntimeError as error:
-    need = _memory_of_error(str(error))
+    need = _memory_of_error(str(error), arguments)
     if need is None:
       raise
     memory, temporaries = need, need - arguments
@@ -415,12 +415,18 @@ def plan_one(program: Program, chip: Chip) -> Planned:
   )
 
 
-def _memory_of_error(text: str) -> float | None:
+def _memory_of_error(text: str, arguments: float) -> float | None:
   """Bytes that a program would need, of the compiler's refusal."""
-  found = re.search(r'[Uu]sed ([0-9.]+)([KMGT]) of [0-9.]+[KMGT] hbm', text)
-  if found is None:
-    return None
-  return float(found[1]) * 1024 ** ('KMGT'.index(found[2]) + 1)
+  number = r'([0-9.]+)([KMGT])'
+  for pattern, beside in (
+    (rf'[Uu]sed {number} of [0-9.]+[KMGT] hbm', 0.0),
+    (rf'required for HLO temporaries \({number}\)', arguments),
+  ):
+    found = re.search(pattern, text)
+    if found:
+      power = 'KMGT'.index(found[2]) + 1
+      return float(found[1]) * 1024**power + beside
+  return None
 
 
 def advice(name: str, experiment: config_lib.Experiment) -> str:

@@ -31,7 +31,7 @@ def get_config() -> config.Experiment:
       mode='fast', moe='sorted', mla='split', compute='bfloat16', kv_block=64
     ),
     parallel=config.ParallelConfig(
-      expert=32, context=8, chunk=4096, rollout_expert=64
+      expert=32, context=8, chunk=4096, rollout_expert=128
     ),
     midtrain=config.MidtrainConfig(
       steps=10_000,
@@ -52,7 +52,7 @@ def get_config() -> config.Experiment:
       observation_tokens=4096,
     ),
     engine=config.EngineConfig(
-      rows=512, sequences=32, pages=32 * 1024, max_context=65_536
+      rows=128, sequences=4, pages=4 * 1024, max_context=65_536
     ),
     rl=config.RLConfig(
       steps=1000,

@@ -82,12 +82,13 @@ def test_help_is_quick_and_shows_what_exists():
     'convert',
     'upcycle',
     'score',
+    'plan',
     'weights',
     'bench',
     'view',
   ):
     assert f'\n    {name} ' in result.stdout
-  for name in ('serve', 'tasks', 'plan'):
+  for name in ('serve', 'tasks'):
     assert f'\n    {name}' not in result.stdout
 
 

@@ -221,8 +221,13 @@ def test_the_need_is_read_from_a_refusal():
     ' memory space hbm. Used 180.50G of 95.74G hbm. Exceeded hbm capacity by'
     ' 84.76G.'
   )
-  assert plan._memory_of_error(text) == 180.5 * 2**30
-  assert plan._memory_of_error('something else') is None
+  assert plan._memory_of_error(text, 7.0) == 180.5 * 2**30
+  text = (
+    'RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required'
+    ' for HLO temporaries (341.97G) exceeds available HBM (95.74G).'
+  )
+  assert plan._memory_of_error(text, 7.0) == 341.97 * 2**30 + 7
+  assert plan._memory_of_error('something else', 7.0) is None
 
 
 NO_LIBTPU = importlib.util.find_spec('libtpu') is None

@@ -197,13 +197,16 @@ def follow(url: str) -> None:
       continue
     fetched = time.perf_counter()
     # On CPU the arrays that were decoded are those that run: a swap of names.
-    running = got[1]
+    # Those before are let go afterwards, as a rollout does it.
+    before, running = running, got[1]
     paused = time.perf_counter() - fetched
+    activated = time.time()
+    del before
     told = {
       'version': got[0],
       'fetch_s': fetched - started,
       'pause_s': paused,
-      'activated': time.time(),
+      'activated': activated,
       'tensors': len(running),
     }
     print(json.dumps(told), flush=True)

@@ -206,7 +206,7 @@ def _follow(rollout: Rollout) -> None:
 def _follow_with(rollout: Rollout, subscriber: sync.Subscriber) -> None:
   form = rollout.experiment.weights.form
   well = time.monotonic()  # when the exchange was last seen in order
-  saved = -math.inf
+  saved, widened = -math.inf, None
   while not rollout.stop():
     rollout.engine.check()
     update, problem = poll(subscriber)
@@ -221,9 +221,12 @@ def _follow_with(rollout: Rollout, subscriber: sync.Subscriber) -> None:
       time.sleep(WEIGHTS_POLL_S)
       continue
     version, flat = update
-    widened = params_lib.unnamed(forms.widen(form, flat))
+    # Those before are let go after the swap, by this thread: giving memory back
+    # may take longer than all else of the pause.
+    before, widened = widened, params_lib.unnamed(forms.widen(form, flat))
     rollout.engine.activate(version, jax.block_until_ready(widened))
     rollout.engine.wait_active(version)
+    del before
     rollout.on_version(version, rollout.engine.stats.pause_s)
     if time.monotonic() - saved > CACHE_S:
       subscriber.save()

@@ -4,14 +4,14 @@ Komatsuzaki et al., 2023: every expert begins as the dense feed-forward. Gates
 that are normalised sum to 1, so the mixture computes what the dense layer did,
 whatever the router says. With `granularity` m an expert is one m-th of it (He et
 al., 2024): E experts are E / m copies, each in m neighbouring slices that share
-one column of the router. Equal scores go to the lower index, so the slices of a
-copy are chosen together, and a router scale of m undoes that each has 1/m of
-its copy's gate.
+one column of the router. Their scores are equal, so the slices of a copy are
+chosen together, and a router scale of m undoes that each has 1/m of its gate.
 
 Copies differ only by the tokens that reach them, and a router of equal experts
 has no gradient: it learns as they part. `noise` makes them differ from the
-start, w -> w (1 + noise N(0, 1)), at the price of the equality. In bfloat16 it
-is rounded, so less than 0.004 is mostly lost.
+start, w -> w (1 + noise N(0, 1)), at the price of the equality: SmolLM2's
+perplexity on Python source went from 8.78 to 8.79 with noise 0.03, to 9.32 with
+0.1 and to 20.7 with 0.3. In bfloat16, less than 0.004 is mostly rounded away.
 """
 
 from __future__ import annotations

@@ -98,11 +98,11 @@ def _models(contexts: _Contexts, width: int) -> np.ndarray:
   return models
 
 
-def _state() -> np.ndarray:
-  state = np.zeros(compiled.STATE_WORDS, np.uint64)
-  state[compiled.RANGE] = (1 << 64) - 1
-  state[compiled.GAIN] = 1 << compiled.GAIN_BITS
-  return state
+def _state() -> tuple[np.ndarray, np.ndarray]:
+  """(state, gauge) before the first word."""
+  state = np.array([0, (1 << 64) - 1, 0], np.uint64)
+  gauge = np.array([0, 0, 1 << compiled.GAIN_BITS], np.int64)
+  return state, gauge
 
 
 def _hazards() -> np.ndarray:
@@ -194,7 +194,7 @@ def _encode_sparse(kind, pieces, changes, overwrite) -> bytes | None:
   contexts = _contexts(kind, overwrite)
   table = choose_rates(*_count(kind, contexts, pieces, changes))
   models = _models(contexts, kind.width)
-  state = _state()
+  state, gauge = _state()
   words = [len(base) for base, _ in pieces]
   # What would be larger than the words themselves is not kept anyway.
   out = np.empty(sum(words) * kind.width // 4 + 1024, np.uint32)
@@ -218,6 +218,7 @@ def _encode_sparse(kind, pieces, changes, overwrite) -> bytes | None:
       hot,
       out,
       state,
+      gauge,
     ):
       return None
   return _finish(out, state)
@@ -286,7 +287,7 @@ def _apply_sparse(kind, payload, pieces, overwrite) -> None:
   data = np.frombuffer(
     bytes(payload) + bytes(-len(payload) % 4 + 8), '>u4'
   ).astype(np.uint32)
-  state = _state()
+  state, gauge = _state()
   state[compiled.LOW] = (int(data[0]) << 32) | int(data[1])
   state[compiled.AT] = 2
   table = np.zeros(contexts.classes, np.int64)
@@ -309,6 +310,7 @@ def _apply_sparse(kind, payload, pieces, overwrite) -> None:
         hot,
         data,
         state,
+        gauge,
       )
 
 

@@ -6,9 +6,10 @@ bytes. The loops hold no lock of the interpreter, allocate nothing, and stay in
 bounds whatever the stream holds: what a damaged one decodes to is wrong, and
 found out by its digest.
 
-`state` is uint64 [6]: low (of an encoder) or code (of a decoder), range, words
-of the stream written or read, then what the gain is made of. A model is a
-uint32: the probability of a one, 22 bits, above the count of its updates.
+`state` is uint64 [3]: low (of an encoder) or code (of a decoder), range, words
+of the stream written or read. `gauge` is int64 [3]: changes seen, changes
+expected, and the gain made of them. A model is a uint32: the probability of a
+one, 22 bits, above the count of its updates.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 import numba
 import numpy as np
 
-LOW, RANGE, AT, SEEN, EXPECTED, GAIN = range(6)
-STATE_WORDS = 6
+LOW, RANGE, AT = range(3)  # of a state
+SEEN, EXPECTED, GAIN = range(3)  # of a gauge
 STEP, NIBBLES, OVERWRITE = range(3)  # how a value is coded
 
 # Models.
@@ -55,8 +56,6 @@ def _reached() -> np.ndarray:
 REACHED = _reached().astype(np.int64)
 
 U = np.uint64
-# Of variables that depend on each other round a loop, numba cannot tell.
-_LOCALS = dict.fromkeys(('gain', 'seen', 'expected', 'passed'), numba.int64)
 _WORD = U(1 << 32)
 GROUP = U(16)  # words whose hazards are summed at a time
 
@@ -67,8 +66,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
   `_nrt=False` leaves out the counting of references to arrays, which nothing
   here needs, and which took two thirds of the time.
   """
-  options = {'nogil': True, '_nrt': False, 'locals': _LOCALS}
-  options['error_model'] = 'numpy'  # no divisor here is ever 0
+  # No divisor here is ever 0.
+  options = {'nogil': True, '_nrt': False, 'error_model': 'numpy'}
   try:
     return numba.njit(function, cache=True, **options)
   except RuntimeError:  # nowhere to write
@@ -396,13 +395,17 @@ def _within(v, gain):
 
 
 @compiled
-def _update(seen, expected):
-  """(seen, expected, gain) after a change or a horizon."""
+def _learn(gauge, passed, hit):
+  """Takes in the hazards that passed, and whether a change ended them."""
+  seen = gauge[SEEN] + UNIT * hit
+  expected = gauge[EXPECTED] + passed
   if seen + expected > WINDOW:
     seen >>= 1
     expected >>= 1
   gain = ((seen + PRIOR) << GAIN_BITS) // (expected + PRIOR)
-  return seen, expected, min(max(gain, GAIN_LEAST), GAIN_MOST)
+  gauge[SEEN] = seen
+  gauge[EXPECTED] = expected
+  gauge[GAIN] = min(max(gain, GAIN_LEAST), GAIN_MOST)
 
 
 @compiled
@@ -493,6 +496,7 @@ def encode_piece(
   hot,
   out,
   state,
+  gauge,
 ):
   """Codes the words of a piece that changed. False where `out` is too small.
 
@@ -504,12 +508,10 @@ def encode_piece(
     span: models of one class.
     how: STEP, NIBBLES or OVERWRITE.
     flags: where in `models` the flags of hot words are; values follow at 0.
-    models, out, state: of the coder.
+    models, out, state, gauge: of the coder.
     hot: int32 [n + 1], scratch.
   """
   low, rng, at = state[LOW], state[RANGE], np.int64(state[AT])
-  gain = np.int64(state[GAIN])
-  seen, expected = np.int64(state[SEEN]), np.int64(state[EXPECTED])
   width = base.itemsize
   room = len(out) - 64
   shift = base.dtype.type(shift)
@@ -517,6 +519,7 @@ def encode_piece(
   i = hots = k = U(0)
   size, count = U(len(base)), U(len(changes))
   while True:
+    gain = gauge[GAIN]
     while k < count and weights[base[U(changes[k])] >> shift] >= HOT:
       k += U(1)
     ahead = U(changes[k]) if k < count else size
@@ -539,7 +542,7 @@ def encode_piece(
     if at > room:
       return False
     if stop == size:
-      expected += passed
+      gauge[EXPECTED] += passed
       break
     i = stop
     if hit:
@@ -549,9 +552,9 @@ def encode_piece(
       )
       i += U(1)
       k += U(1)
-      seen += UNIT
-    expected += passed + here * hit
-    seen, expected, gain = _update(seen, expected)
+    else:
+      here = np.int64(0)
+    _learn(gauge, passed + here, np.int64(hit))
   k = U(0)
   for h in range(hots):
     i = U(hot[h])
@@ -567,27 +570,36 @@ def encode_piece(
     if at > room:
       return False
   state[LOW], state[RANGE], state[AT] = low, rng, U(at)
-  state[GAIN], state[SEEN], state[EXPECTED] = U(gain), U(seen), U(expected)
   return True
 
 
 @compiled
 def apply_piece(
-  words, weights, shift, mask, span, how, flags, models, hot, data, state
+  words,
+  weights,
+  shift,
+  mask,
+  span,
+  how,
+  flags,
+  models,
+  hot,
+  data,
+  state,
+  gauge,
 ):
   """Turns the base's words of a piece into the new ones, in place.
 
   Arguments as `encode_piece`; `data` is the stream.
   """
   code, rng, at = state[LOW], state[RANGE], np.int64(state[AT])
-  gain = np.int64(state[GAIN])
-  seen, expected = np.int64(state[SEEN]), np.int64(state[EXPECTED])
   width = words.itemsize
   shift = words.dtype.type(shift)
   mask = words.dtype.type(mask)
   i = hots = U(0)
   size = U(len(words))
   while True:
+    gain = gauge[GAIN]
     r = rng >> U(SCALE_BITS)
     v = np.int64(min(code // r, U((1 << SCALE_BITS) - 1)))
     least = _within(v, gain)
@@ -609,7 +621,7 @@ def apply_piece(
       code = (code << U(32)) | _next(data, at)
       at += 1
     if stop == size:
-      expected += passed
+      gauge[EXPECTED] += passed
       break
     i = stop
     if hit:
@@ -619,9 +631,7 @@ def apply_piece(
       )
       words[i] = words.dtype.type(value)
       i += U(1)
-      seen += UNIT
-    expected += passed + here
-    seen, expected, gain = _update(seen, expected)
+    _learn(gauge, passed + here, np.int64(hit))
   for h in range(hots):
     i = U(hot[h])
     context = np.int64((words[i] >> shift) & mask)
@@ -632,4 +642,3 @@ def apply_piece(
       )
       words[i] = words.dtype.type(value)
   state[LOW], state[RANGE], state[AT] = code, rng, U(at)
-  state[GAIN], state[SEEN], state[EXPECTED] = U(gain), U(seen), U(expected)

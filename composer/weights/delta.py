@@ -434,7 +434,9 @@ def _spans(tree: list[list[Any]]) -> list[_Span]:
   """The buckets of a tree, in their order."""
   spans: list[_Span] = []
   held, before, pieces = 0, None, []
-  for name, dtype, shape in sorted(tree, key=lambda entry: (entry[1], entry[0])):
+  for name, dtype, shape in sorted(
+    tree, key=lambda entry: (entry[1], entry[0])
+  ):
     width = DTYPES[dtype].itemsize
     size = int(np.prod(shape, dtype=np.int64))
     most = PIECE_BYTES // width
@@ -463,7 +465,9 @@ def _words(flat: Flat) -> dict[str, np.ndarray]:
   return words
 
 
-def _compare(base: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, bytes, bytes]:
+def _compare(
+  base: np.ndarray, new: np.ndarray
+) -> tuple[np.ndarray, bytes, bytes]:
   """(positions that differ, digest of base, digest of new) of one piece."""
   positions = np.empty(len(base) + 1, np.int32)
   old, now = xxhash.xxh3_128(), xxhash.xxh3_128()

@@ -7,12 +7,13 @@ version consists of is `versions`, who reads and what is deleted `upkeep`.
     weights/<form>/<version>-<fence>/base/…  zarr3 arrays, one a parameter
     weights/<form>/<version>-<fence>/<host>/<n>   delta blobs (`delta`)
     weights/<form>/<version>-<fence>/<host>/done  what a host wrote, if several
+    weights/<form>/<version>-<fence>/kind    base or delta, if several hosts
     weights/<form>/<version>-<fence>/manifest     parent, digests; written last
     weights/<form>/incarnations/<name>       fence of a start of several hosts
     clusters/<cluster>/<process>             heartbeat: time, form, version
     readers/<cluster>/<process>              what a subscriber holds and needs
 
-HEAD is {"format": 1, "check": digest of the rest, "forms": {<form>: {"claimed",
+HEAD is {"format": 2, "check": digest of the rest, "forms": {<form>: {"claimed",
 "version", "fence", "manifest"}}}: `claimed` is the newest publisher's incarnation, the other three
 name the newest version and the digest of its manifest. A version exists when
 HEAD names it, or names a successor of it. A manifest names the manifest before
@@ -42,7 +43,7 @@ import uuid
 import tensorstore as ts
 import xxhash
 
-FORMAT = 1
+FORMAT = 2
 WAIT_S = 60.0
 OPEN_S = 15.0  # for a first answer where no credentials are to be seen
 PROBES = 3
@@ -425,10 +426,7 @@ def _parse_heads(value: bytes | None) -> dict[str, Any]:
     return {}
   fields = parse_json(value, 'HEAD')
   forms = fields.get('forms')
-  if not isinstance(forms, dict) or fields.get('check') not in (
-    None,  # as it was written at first
-    _check(forms),
-  ):
+  if not isinstance(forms, dict) or fields.get('check') != _check(forms):
     raise BrokenWeights(
       'HEAD of the exchange is damaged: it is not what its digest says'
     )
@@ -466,9 +464,11 @@ def parse_json(value: bytes, key: str) -> dict[str, Any]:
     ) from error
   if not isinstance(fields, dict):
     raise BrokenWeights(f'{key} of the exchange is not a JSON object')
-  if fields.get('format', FORMAT) > FORMAT:
+  found = fields.get('format', FORMAT)
+  if found != FORMAT:
+    newer = isinstance(found, int) and found > FORMAT
+    remedy = 'update it' if newer else 'begin another exchange'
     raise ValueError(
-      f'{key} has format {fields["format"]}, this program reads up to {FORMAT};'
-      ' update it'
+      f'{key} has format {found}, this program reads {FORMAT}; {remedy}'
     )
   return fields

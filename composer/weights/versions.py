@@ -266,10 +266,12 @@ def read_base(kv: ts.KvStore, manifest: Manifest) -> dict[str, np.ndarray]:
       flat[piece].flags.writeable = False
   except ValueError as error:
     raise BrokenWeights(f'the base {prefix} cannot be read: {error}') from error
-  for name, got in delta.tensor_digests(flat).items():
+  digests = delta.tensor_digests(flat)
+  for name, got in digests.items():
     if got != manifest.tensors[name]:
       raise BrokenWeights(f'{prefix}base/{name} is damaged: wrong digest')
-  if delta.digest(flat) != manifest.digest:
+  whole = delta.combine_digests(delta.describe(flat), digests)
+  if whole != manifest.digest:
     raise BrokenWeights(f'the base {prefix} is not what its manifest describes')
   return flat
 
@@ -321,8 +323,10 @@ def load(
       flat |= delta.apply(part, data)
     except ValueError as error:
       raise BrokenWeights(f'{prefix}{blob.key}: {error}') from error
-  if delta.digest(flat) != manifest.digest:
-    raise BrokenWeights(f'the deltas of {prefix} do not give its digest')
+  # A blob is what was published, by its digest; it says what it leads to, and
+  # `delta.apply` has checked that. What is left is that none was left out.
+  if delta.tree_digest(delta.describe(flat)) != manifest.tree_digest:
+    raise BrokenWeights(f'the deltas of {prefix} do not make it whole')
   return flat
 
 

@@ -113,7 +113,12 @@ def test_kept_ids(monkeypatch):
 
 
 @needs_interpreter
-@hypothesis.settings(max_examples=2, deadline=None, derandomize=True)
+@hypothesis.settings(
+  max_examples=2,
+  deadline=None,
+  derandomize=True,
+  phases=[hypothesis.Phase.generate],
+)
 @hypothesis.given(
   t=st.integers(1, 100),
   rows=st.integers(1, 100),
@@ -122,7 +127,11 @@ def test_kept_ids(monkeypatch):
   ),
 )
 def test_bits_depend_on_the_row_alone(t, rows, tiles):
-  arguments = hidden, unembed, tokens, temperatures = draw(t)
+  # Sums of such products are exact. The CPU's own matmul, which stands for the
+  # tensor core here, adds a row in an order that depends on its place.
+  hidden, unembed, tokens, temperatures = draw(t)
+  hidden, unembed = (jnp.round(4 * a) / 4 for a in (hidden, unembed))
+  arguments = hidden, unembed, tokens, temperatures
   want = np.stack(gpu.statistics(*arguments, interpret=True))
   kept = np.random.default_rng(rows).permutation(t)[:rows]
   got = np.stack(

@@ -147,6 +147,17 @@ def test_many_buckets(monkeypatch):
   assert _bits(book.decode(base, blobs[0])) == _bits(new)
 
 
+def test_a_dense_delta_needs_no_base():
+  """What depends on nothing of the base is right on any of them."""
+  base, new = _bf16(0), _bf16(1)
+  rng = np.random.default_rng(9)
+  new = {name: _random(rng, a.dtype, a.shape) for name, a in new.items()}
+  blob = delta.encode(base, new)
+  assert {b.coding for b in delta.inspect(blob).buckets} == {coding.RAW}
+  assert _bits(delta.apply(_bf16(2), blob)) == _bits(new)
+  assert _bits(book.decode(base, blob)) == _bits(new)
+
+
 def test_pieces_of_full_size():
   """More than one piece of 8 MiB, and a class that no sample sees."""
   base, new = _adam(1e-7, (delta.PIECE_BYTES // 2) * 2 + 77)
@@ -245,13 +256,16 @@ def test_any_payload_decodes_to_something_or_is_refused(payload, dtype):
   words = _random(rng, np.dtype(f'u{kind.width}'), (500,)).copy()
   for how in (coding.SPARSE, coding.RAW, coding.ZSTD):
     try:
-      coding.apply(kind, coding.Coded(how, 1, payload), [words], len(payload) % 2)
+      coding.apply(
+        kind, coding.Coded(how, 1, payload), [words], len(payload) % 2
+      )
     except ValueError as error:
       assert str(error)
 
 
 def test_wrong_base_and_other_formats():
-  base, new = _bf16(0), _bf16(1)
+  base = _bf16(0)
+  new = _step(np.random.default_rng(8), base, 0.1, 1)
   blob = delta.encode(base, new)
   with pytest.raises(ValueError, match='wrong base'):
     delta.apply(_bf16(2), blob)

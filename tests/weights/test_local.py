@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
-import subprocess
-import sys
 
+import lives
 import ml_dtypes
 import numpy as np
 import pytest
@@ -189,31 +187,31 @@ def test_a_full_disk_costs_only_the_way_back(kv, tmp_path, monkeypatch):
 
 
 _READER = """
-import os, signal, sys
+import os, signal
 from composer.weights import local, store, sync
 
-left = int(sys.argv[3])
-def step(*unused):
-  global left
-  left -= 1
-  if left == 0:
-    print('killed', flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-local.before_step = step
-load, combine = sync.versions.load, sync.delta.digest
-def counted(*arguments):
-  step()
-  result = load(*arguments)
-  step()
-  return result
-sync.versions.load = counted
-kv = store.open_exchange(sys.argv[1])
-reader = sync.Subscriber(
-  kv, 'bf16', directory=sys.argv[2], reader=('c', sys.argv[3])
-)
-number, _ = reader.poll()
-assert reader.save(), reader.problems
-print('done', number, *reader.problems)
+def main(url, directory, point):
+  left = int(point)
+  def step(*unused):
+    nonlocal left
+    left -= 1
+    if left == 0:
+      os.kill(os.getpid(), signal.SIGKILL)
+  local.before_step = step
+  load = sync.versions.load
+  def counted(*arguments):
+    step()
+    result = load(*arguments)
+    step()
+    return result
+  sync.versions.load = counted
+  kv = store.open_exchange(url)
+  reader = sync.Subscriber(
+    kv, 'bf16', directory=directory, reader=('c', point)
+  )
+  number, _ = reader.poll()
+  assert reader.save(), reader.problems
+  print('done', number, *reader.problems)
 """
 
 
@@ -224,30 +222,24 @@ def test_a_reader_killed_at_every_point_of_applying_and_keeping(tmp_path):
   publisher = sync.Publisher(kv, FORM, 4)
   directory = tmp_path / 'cache'
   ended = []
-  for point in range(1, 30):
-    for _ in range(2):
-      version = publisher.next_version or 0
-      publisher.publish(_weights(version), version)
-    done = subprocess.run(
-      [sys.executable, '-c', _READER, url, str(directory), str(point)],
-      capture_output=True,
-      text=True,
-      timeout=60,
-      check=False,
-      env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)},
-    )
-    if done.returncode == 0:
-      assert done.stdout.split() == ['done', str(publisher.next_version - 1)]
-      ended.append(point)
-      if len(ended) == 2:
-        break
-      continue
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    kept = local.load(directory, FORM)
-    if kept is not None:
-      _same(kept.flat, kept.ref.version)
-    got = sync.Subscriber(kv, FORM, directory=directory).poll()
-    assert got[0] == publisher.next_version - 1
-    _same(got[1], got[0])
+  with lives.lives(_READER) as live:
+    for point in range(1, 30):
+      for _ in range(2):
+        version = publisher.next_version or 0
+        publisher.publish(_weights(version), version)
+      done = live(url, directory, point)
+      if done.code == 0:
+        assert done.out.split() == ['done', str(publisher.next_version - 1)]
+        ended.append(point)
+        if len(ended) == 2:
+          break
+        continue
+      assert done.code == -signal.SIGKILL, done.out
+      kept = local.load(directory, FORM)
+      if kept is not None:
+        _same(kept.flat, kept.ref.version)
+      got = sync.Subscriber(kv, FORM, directory=directory).poll()
+      assert got[0] == publisher.next_version - 1
+      _same(got[1], got[0])
   assert len(ended) == 2 and point > 12
   assert len(_kept(directory)) == 1

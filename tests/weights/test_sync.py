@@ -327,7 +327,11 @@ def test_a_stale_or_repeated_head(kv):
   assert reader.poll() is None and reader.version == 2
   forms = json.loads(old)['forms']
   forms[FORM]['version'] = 2
-  fields = {'format': 1, 'forms': forms, 'check': store._check(forms)}
+  fields = {
+    'format': store.FORMAT,
+    'forms': forms,
+    'check': store._check(forms),
+  }
   store.write(kv, 'HEAD', store.to_json(fields))
   with pytest.raises(store.BrokenWeights, match='again'):
     reader.poll()
