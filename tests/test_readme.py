@@ -49,7 +49,7 @@ def test_fields_exist():
   """`section.field` in backticks, with a value or without."""
   sections = {name.partition('.')[0] for name in config.fields() if '.' in name}
   for name in re.findall(r'`(?:--set )?(\w+\.\w+)(?:=[^`]*)?`', TEXT):
-    if name.split('.')[0] in sections:
+    if name.split('.')[0] in sections and not name.endswith('.json'):
       assert name in config.fields(), name
 
 

@@ -1,4 +1,4 @@
-"""What `composer weights ls` prints of an exchange."""
+"""What is listed of an exchange: versions, readers, who runs what."""
 
 from __future__ import annotations
 

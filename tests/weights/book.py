@@ -44,7 +44,9 @@ def decode(base, blob):
     at += size
     if not overwrite:
       assert changed == sum(
-        a != b for x, y in zip(pieces, found) for a, b in zip(x, y)
+        a != b
+        for x, y in zip(pieces, found, strict=True)
+        for a, b in zip(x, y, strict=False)
       )
     for (name, low, high), piece in zip(names, found, strict=True):
       words[name][low:high] = piece
