@@ -50,6 +50,8 @@ setuptools.setup(
     'tensorstore>=0.1.86,<1',
     'grain>=0.2.18,<1',
     'numpy>=2.1,<3',
+    # Compiles the loops of the delta codec; it sets numpy's upper bound.
+    'numba>=0.63,<1',
     'rich>=15,<16',
     'tokenizers>=0.23,<1',
     'jinja2>=3.1,<4',
