@@ -173,6 +173,46 @@ def test_the_gradient_does_not_depend_on_sharding():
   )
 
 
+@pytest.mark.parametrize('loss', ('clip', 'gspo'))
+def test_the_gradient_does_not_depend_on_the_layout(loss):
+  """Experts and the sequence over devices too; a loss over whole segments."""
+  config = dataclasses.replace(CONFIG, loss=loss)
+  batches = pack_items(make_items(), config)
+  one = make_step(config, 1, FAST)
+  parallel = config_lib.ParallelConfig(expert=2, context=2)
+  mesh = mesh_lib.make_mesh(parallel=parallel)
+  many = trainer.make_step(MODEL, FAST, config, mesh, parallel)
+  assert one.layout is None and many.layout is not None
+  want, sums = trainer.accumulate(one, make_params(), batches)
+  state = fresh_state(many, config)
+  got, other = trainer.accumulate(many, state.params, batches)
+  assert_close(got, want)
+  assert_sums(other, sums)
+  assert other['replayed'] > 0 and other['not_replayed'] == 0
+  assert shards(got) == shards(state.params)
+  experts = got['layers']['moe']['gate_up'].sharding
+  assert experts.spec[1] == 'expert'
+
+
+def test_scores_do_not_depend_on_the_layout():
+  (batch, *_) = pack_items(make_items())
+  one = make_step(CONFIG, 1, FAST)
+  parallel = config_lib.ParallelConfig(expert=2, context=4)
+  mesh = mesh_lib.make_mesh(parallel=parallel)
+  many = trainer.make_step(MODEL, FAST, CONFIG, mesh, parallel)
+  params = params_lib.to_published(SPEC, make_params())
+  for replay in (True, False):
+    want = one.score(params, trainer.place(one, batch), replay)
+    got = many.score(params, trainer.place(many, batch), replay)
+    real = batch.positions > 0  # a first token has no logprob
+    for name in ('logprobs', 'entropy'):
+      a, b = (np.asarray(getattr(x, name)) for x in (got, want))
+      np.testing.assert_allclose(a[real], b[real], atol=2e-5, err_msg=name)
+    for name in ('experts', 'native'):
+      a, b = (np.asarray(getattr(x, name)) for x in (got, want))
+      np.testing.assert_array_equal(a, b, err_msg=name)
+
+
 def test_rows_that_do_not_divide_over_the_devices_are_refused():
   few = dataclasses.replace(CONFIG, micro_batch=4)
   (batch, *_) = pack_items(make_items(2), few)
