@@ -35,9 +35,9 @@ from composer import costs
 from composer import mesh as mesh_lib
 from composer import midtrain
 from composer import params as params_lib
-from composer import records
 from composer.inference import sampling
 from composer.model import transformer
+from composer.rl import pack
 from composer.rl import trainer
 
 GIB = 2**30
@@ -252,30 +252,14 @@ def _reinforcement(
     lambda p: trainer.init_state(p, rl, 0, jax.random.key(0)), experiment, mesh
   )
   over = NamedSharding(mesh, PartitionSpec(mesh_lib.ROWS))
-  routes = (transformer.moe_layers(model), model.experts_per_token)
-  kinds = {
-    'tokens': jnp.int32,
-    'segment_ids': jnp.int32,
-    'positions': jnp.int32,
-    'loss_mask': jnp.bool_,
-    'behaviour_logprobs': jnp.float32,
-    'reference_logprobs': jnp.float32,
-    'temperatures': jnp.float32,
-    'advantages': jnp.float32,
-    'experts': jnp.int16,
-    'versions': jnp.int32,
-    'weights': jnp.float32,
-    'auditable': jnp.bool_,
-  }
-  batch = records.Batch(
-    **{
-      name: jax.ShapeDtypeStruct(
-        (rows, length, *(routes if name == 'experts' else ())),
-        kind,
-        sharding=over,
-      )
-      for name, kind in kinds.items()
-    }
+  padding = pack.empty_batch(
+    (1, 1), transformer.moe_layers(model), model.experts_per_token
+  )
+  batch = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      (rows, length, *x.shape[2:]), x.dtype, sharding=over
+    ),
+    padding,
   )
   # Moments, and the sum of the gradients so far, wait while one is computed.
   beside = _per_chip(state.opt_state) + _per_chip(state.params)

@@ -6,6 +6,7 @@ code does not read (the context that a model was trained on) are left out.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from composer import config as config_lib
@@ -87,23 +88,8 @@ QWEN3_MOE_30B_A3B = ModelConfig(
   norm_eps=1e-6,
 )
 
-QWEN3_MOE_235B_A22B = ModelConfig(
-  vocab_size=151_936,
-  layers=94,
-  width=4096,
-  heads=64,
-  kv_heads=4,
-  head_dim=128,
-  qk_norm=True,
-  experts=128,
-  experts_per_token=8,
-  expert_hidden=1536,
-  shared_experts=0,
-  router='softmax',
-  normalise_gates=True,
-  rope_theta=1_000_000.0,
-  rope_float32=True,
-  norm_eps=1e-6,
+QWEN3_MOE_235B_A22B = dataclasses.replace(
+  QWEN3_MOE_30B_A3B, layers=94, width=4096, heads=64, expert_hidden=1536
 )
 
 SMOLLM2_135M = ModelConfig(

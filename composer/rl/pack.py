@@ -90,7 +90,9 @@ def pack(
   weight = np.float32(1.0 / loss_tokens)
   count = 1 + max((p.batch for p in placements), default=-1)
   shape = (rows, length)
-  batches = [_empty(shape, layers, experts_per_token) for _ in range(count)]
+  batches = [
+    empty_batch(shape, layers, experts_per_token) for _ in range(count)
+  ]
   placed = np.zeros((count, rows), np.int32)  # segments so far in each row
   order = sorted(range(len(items)), key=lambda i: placements[i])
   for index in order:
@@ -208,7 +210,7 @@ def _place(
   return found
 
 
-def _empty(
+def empty_batch(
   shape: tuple[int, int], layers: int, experts_per_token: int
 ) -> Batch:
   """A micro-batch of padding."""

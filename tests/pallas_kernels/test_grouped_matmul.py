@@ -2,8 +2,9 @@
 
 import hypothesis
 from hypothesis import strategies as st
+from implementations import NAMES
+from implementations import needs_interpreter
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,15 +16,6 @@ from pallas_kernels.grouped_matmul import gpu_weights
 from pallas_kernels.grouped_matmul import groups
 from pallas_kernels.grouped_matmul import shapes
 
-INTERPRETED = hasattr(plgpu, 'InterpretGPUParams')
-needs_interpreter = pytest.mark.skipif(
-  not INTERPRETED, reason='this jax cannot interpret Mosaic GPU kernels'
-)
-NAMES = [
-  'reference',
-  'tpu_interpret',
-  pytest.param('gpu_interpret', marks=needs_interpreter),
-]
 SIZES = ([70, 0, 3, 131, 1], [0, 0, 5])
 TILES = (
   gpu.Tiles(),

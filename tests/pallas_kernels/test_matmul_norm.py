@@ -1,7 +1,8 @@
 """Dense matmul and RMSNorm: values, gradients, and the bits of a row."""
 
+from implementations import NAMES
+from implementations import needs_interpreter
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,16 +14,6 @@ from pallas_kernels import norm
 from pallas_kernels.grouped_matmul import gpu as grouped_gpu
 from pallas_kernels.norm import gpu as norm_gpu
 from pallas_kernels.norm import shapes
-
-needs_interpreter = pytest.mark.skipif(
-  not hasattr(plgpu, 'InterpretGPUParams'),
-  reason='this jax cannot interpret Mosaic GPU kernels',
-)
-NAMES = [
-  'reference',
-  'tpu_interpret',
-  pytest.param('gpu_interpret', marks=needs_interpreter),
-]
 
 
 def draw(*shape, seed=0):

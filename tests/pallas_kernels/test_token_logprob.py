@@ -2,8 +2,9 @@
 
 import hypothesis
 from hypothesis import strategies as st
+from implementations import NAMES
+from implementations import needs_interpreter
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,15 +15,6 @@ from pallas_kernels.token_logprob import gpu
 from pallas_kernels.token_logprob import reference
 from pallas_kernels.token_logprob import shapes
 
-needs_interpreter = pytest.mark.skipif(
-  not hasattr(plgpu, 'InterpretGPUParams'),
-  reason='this jax cannot interpret Mosaic GPU kernels',
-)
-NAMES = [
-  'reference',
-  'tpu_interpret',
-  pytest.param('gpu_interpret', marks=needs_interpreter),
-]
 D = 64
 
 

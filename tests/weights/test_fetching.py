@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 import pytest
+from small_model import MODEL
 
-from composer import config as config_lib
 from composer import params as params_lib
 from composer.model import checkpoints
 from composer.model import transformer
@@ -18,20 +18,6 @@ from composer.weights import store
 from composer.weights import sync
 from composer.weights import telling
 from composer.weights import upkeep
-
-MODEL = config_lib.ModelConfig(
-  vocab_size=64,
-  width=32,
-  layers=3,
-  dense_layers=1,
-  heads=2,
-  kv_heads=1,
-  head_dim=16,
-  dense_hidden=32,
-  experts=4,
-  experts_per_token=2,
-  expert_hidden=16,
-)
 
 
 def _named(version):

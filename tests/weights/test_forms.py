@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from small_model import MODEL
 
-from composer import config as config_lib
 from composer import params as params_lib
 from composer.model import transformer
 from composer.weights import forms
@@ -92,23 +92,6 @@ def test_what_is_no_number_stays_none():
   assert np.isnan(got[0, 0]).all() and not np.isnan(got[0, 1]).any()
 
 
-def _model():
-  return config_lib.ModelConfig(
-    vocab_size=64,
-    width=32,
-    layers=3,
-    dense_layers=1,
-    heads=2,
-    kv_heads=1,
-    head_dim=16,
-    dense_hidden=32,
-    experts=4,
-    experts_per_token=2,
-    expert_hidden=16,
-    shared_experts=1,
-  )
-
-
 def _published(spec, seed=0):
   rng = np.random.default_rng(seed)  # much faster than `params.init`
   masters = jax.tree.map(
@@ -122,7 +105,7 @@ def _published(spec, seed=0):
 @pytest.mark.parametrize('jitted', [False, True])
 def test_all_sides_compute_with_the_same_bits(jitted):
   """Publisher and reader operation by operation, trainer in one compilation."""
-  spec = transformer.spec(_model())
+  spec = transformer.spec(MODEL)
   masters, published = _published(spec)
   flat = {
     name: np.asarray(value)
@@ -149,7 +132,7 @@ def test_all_sides_compute_with_the_same_bits(jitted):
 
 
 def test_smaller_and_only_experts():
-  spec = transformer.spec(_model())
+  spec = transformer.spec(MODEL)
   _, published = _published(spec)
   named = params_lib.named(published)
   flat = forms.publish('nvfp4', named)
@@ -168,7 +151,7 @@ def test_an_axis_that_blocks_do_not_divide_stays_bf16():
 
 
 def test_the_gradient_passes_through():
-  spec = transformer.spec(_model())
+  spec = transformer.spec(MODEL)
   masters, _ = _published(spec)
 
   def total(params):
@@ -186,7 +169,7 @@ def test_an_unknown_form_names_the_known():
 
 def test_deltas_of_the_quantised_form_are_small():
   """The difference is taken after the conversion, of the quantised words."""
-  spec = transformer.spec(_model())
+  spec = transformer.spec(MODEL)
   masters, _ = _published(spec)
   kv = store.open_exchange('memory://')
   publisher = sync.Publisher(kv, 'nvfp4', 9)

@@ -290,14 +290,7 @@ def save(
       Hugging Face's layout has no place for the model.
   """
   flat = params_lib.named(params)
-  spec = params_lib.named(transformer.spec(config))
-  faults = [f'{name} is missing' for name in spec if name not in flat]
-  faults += [f'{name} is surplus' for name in flat if name not in spec]
-  faults += [
-    f'{name} has shape {list(flat[name].shape)}, expected {list(s.shape)}'
-    for name, s in spec.items()
-    if name in flat and tuple(flat[name].shape) != s.shape
-  ]
+  faults = store.shape_faults(flat, config)
   if faults:
     raise ValueError(
       'the parameters are not those of the configuration:'
@@ -314,7 +307,7 @@ def save(
 
   model = sources.Source(
     config=config,
-    dtypes={name: np.dtype(flat[name].dtype) for name in spec},
+    dtypes={name: np.dtype(value.dtype) for name, value in flat.items()},
     read=read,
     kind='memory',
     where=source or 'memory',

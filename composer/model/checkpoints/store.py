@@ -317,20 +317,28 @@ def _opened(name: str, future: ts.Future, directory: Path) -> ts.TensorStore:
     ) from error
 
 
+def shape_faults(
+  found: Mapping[str, Any], config: config_lib.ModelConfig
+) -> list[str]:
+  """What is missing, surplus or of another shape, in words."""
+  spec = params_lib.named(transformer.spec(config))
+  faults = [f'{name} is missing' for name in spec if name not in found]
+  faults += [f'{name} is surplus' for name in found if name not in spec]
+  faults += [
+    f'{name} has shape {list(found[name].shape)}, expected {list(s.shape)}'
+    for name, s in spec.items()
+    if name in found and tuple(found[name].shape) != s.shape
+  ]
+  return faults
+
+
 def require_arrays(
   arrays: Mapping[str, ts.TensorStore],
   config: config_lib.ModelConfig,
   where: Path,
 ) -> None:
   """Refuses arrays that are not those of the configuration."""
-  spec = params_lib.named(transformer.spec(config))
-  faults = [f'{name} is missing' for name in spec if name not in arrays]
-  faults += [f'{name} is surplus' for name in arrays if name not in spec]
-  faults += [
-    f'{name} has shape {list(arrays[name].shape)}, expected {list(s.shape)}'
-    for name, s in spec.items()
-    if name in arrays and tuple(arrays[name].shape) != s.shape
-  ]
+  faults = shape_faults(arrays, config)
   faults += [
     f'{name} has dtype {array.dtype.name}, expected floats'
     for name, array in arrays.items()
