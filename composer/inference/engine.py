@@ -374,9 +374,6 @@ class Engine:
     self._record(
       plan, np.asarray(drawn), np.asarray(logprobs), np.asarray(experts)
     )
-    self._stats = dataclasses.replace(
-      self._stats, steps=self._stats.steps + 1, rows=self._stats.rows + rows
-    )
 
   def _size(self, rows: int) -> int:
     """The smallest compiled size that takes `rows`."""
@@ -399,15 +396,19 @@ class Engine:
       self._publish_pages(sequence)
       if sequence.stop_reason:
         done.append(sequence)
+    # Before the answers: whoever has one finds it counted.
+    self._stats = dataclasses.replace(
+      self._stats,
+      steps=self._stats.steps + 1,
+      rows=self._stats.rows + row,
+      sampled=self._stats.sampled + sampled,
+    )
     if done:
       finished = set(map(id, done))
       self._running = [s for s in self._running if id(s) not in finished]
       for sequence in done:
         self._pool.release(sequence.pages)
       _deliver_all([(s.future, _completion(s)) for s in done])
-    self._stats = dataclasses.replace(
-      self._stats, sampled=self._stats.sampled + sampled
-    )
 
   def _append(self, sequence, token, logprob) -> None:
     at = sequence.length

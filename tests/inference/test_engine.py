@@ -290,6 +290,21 @@ def test_a_group_computes_its_prompt_once(start):
   )
 
 
+def test_who_has_an_answer_finds_it_counted(start, monkeypatch):
+  engine, seen = start(), []
+  deliver = engine_lib._deliver_all
+
+  def counting(answers):
+    seen.append(engine.stats)
+    deliver(answers)
+
+  monkeypatch.setattr(engine_lib, '_deliver_all', counting)
+  answer(engine, request(np.arange(5), 0, 3))
+  (stats,) = seen
+  assert (stats.requests, stats.rows, stats.sampled) == (1, 5 + 2, 3)
+  assert stats.steps == 3
+
+
 def test_pages_return_and_nothing_compiles_while_serving(start):
   sizes = engine_lib.step_sizes(NUMERICS, CONFIG)
   assert sizes == [16, 32]
