@@ -32,9 +32,14 @@ from pallas_kernels import grouped_matmul
 from pallas_kernels import matmul
 from pallas_kernels import norm
 from pallas_kernels import token_logprob
+from pallas_kernels.attention import shapes as attention_shapes
+from pallas_kernels.delta import shapes as delta_shapes
 from pallas_kernels.grouped_matmul import shapes as grouped_shapes
 from pallas_kernels.matmul import shapes as matmul_shapes
 from pallas_kernels.norm import shapes as norm_shapes
+from pallas_kernels.paged_attention import shapes as paged_shapes
+from pallas_kernels.quantize import shapes as quantize_shapes
+from pallas_kernels.route import shapes as route_shapes
 from pallas_kernels.token_logprob import shapes as logprob_shapes
 
 TOLERANCE = 5e-3  # relative, of the norm; bfloat16 rounds to 2^-9
@@ -395,6 +400,27 @@ def _norm(shape: norm_shapes.Shape) -> Iterator[Row]:
   yield _timed(Row('norm', shape.name, 'xla', **size), theirs, x, scale)
 
 
+def _attention(shape: attention_shapes.Shape) -> Iterator[Row]:
+  from pallas_kernels import bench_attention  # which measures with this module
+
+  yield from bench_attention.packed(shape)
+
+
+def _paged_attention(shape: paged_shapes.Shape) -> Iterator[Row]:
+  from pallas_kernels import bench_attention
+
+  yield from bench_attention.paged(shape)
+
+
+def _words(name: str) -> Callable[[Any], Iterator[Row]]:
+  def rows(shape: Any) -> Iterator[Row]:
+    from pallas_kernels import bench_words  # which measures with this module
+
+    yield from getattr(bench_words, name)(shape)
+
+  return rows
+
+
 CASES = {
   'grouped_matmul': (
     _grouped,
@@ -406,15 +432,30 @@ CASES = {
     logprob_shapes.TRAINING + logprob_shapes.DECODING,
   ),
   'norm': (_norm, norm_shapes.TRAINING),
+  'route': (_words('routing'), route_shapes.TRAINING + route_shapes.DECODING),
+  'delta': (_words('changes'), delta_shapes.TRAINING),
+  'quantize': (_words('rounding'), quantize_shapes.TRAINING),
+  'packed weights': (
+    _words('packed_weights'),
+    grouped_shapes.DECODING[:3],
+  ),
+  'attention': (_attention, attention_shapes.TRAINING),
+  'paged_attention': (
+    _paged_attention,
+    paged_shapes.DECODING + paged_shapes.PREFILLING,
+  ),
 }
 
 
 def small(shape: Any) -> Any:
   """The shape cut down to what a CPU does in a moment."""
   most = dict(rows=64, tokens=64, k=128, n=128, depth=128, vocabulary=512)
-  most |= dict(groups=4, active=2)
+  most |= dict(groups=4, active=2, words=4096)
+  if isinstance(shape, attention_shapes.Shape | paged_shapes.Shape):
+    most = dict(rows=2, tokens=64, heads=4, groups=2, key=64, width=64)
+    most |= dict(block=16, sequences=2, queries=4, shared=True)
   values = {
-    name: min(value, most[name])
+    name: min(value, most.get(name, value))
     for name, value in dataclasses.asdict(shape).items()
     if isinstance(value, int)
   }

@@ -55,7 +55,7 @@ def choose(
     reason = faults[device] or _missing(device)
     if reason is None:
       return device
-    _warn(operation, device, reason)
+    warn(operation, device, reason)
     return 'reference'
   if implementation not in NAMES:
     raise ValueError(
@@ -85,7 +85,8 @@ def _missing(device: str) -> str | None:
 
 
 @functools.cache
-def _warn(operation: str, device: str, reason: str) -> None:
+def warn(operation: str, device: str, reason: str) -> None:
+  """Says once that an operation has no kernel on a device, and why."""
   warnings.warn(
     f'{operation} runs through XLA on this {device}, slower and without a fixed'
     f' order of addition: {reason}',

@@ -64,8 +64,12 @@ def launch(
   grid: int,
   warpgroups: int,
   interpret: bool = False,
+  approximate: bool = False,
 ) -> Callable[..., Any]:
-  """A kernel over a flat grid ('sm') of blocks of `warpgroups` ('wg')."""
+  """A kernel over a flat grid ('sm') of blocks of `warpgroups` ('wg').
+
+  `approximate` lets exp2 and the like be the processor's own instructions.
+  """
   return plgpu.kernel(
     body,
     out_type=out,
@@ -76,7 +80,8 @@ def launch(
     thread_name='wg',
     interpret=interpreter() if interpret else None,
     compiler_params=plgpu.CompilerParams(  # the default since jax 0.11
-      lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+      lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+      approx_math=approximate,
     ),
   )
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
+from pallas_kernels.grouped_matmul import packed
 from pallas_kernels.grouped_matmul import reference
 
 NAME = 'grouped_matmul'
@@ -26,7 +27,7 @@ MANY = 256  # rows a group from which reading w no longer bounds the time
 
 def grouped_matmul(
   x: jax.Array,
-  w: jax.Array,
+  w: jax.Array | packed.Nvfp4 | packed.Fp8,
   group_sizes: jax.Array,
   *,
   transpose: bool = False,
@@ -39,7 +40,7 @@ def grouped_matmul(
   Args:
     x: [M, K], rows sorted by group.
     w: [E, K, N]; with `transpose` [E, N, K]; with `gated` [E, K, 2, N], the
-      gate first.
+      gate first. Or packed weights, which are not transposed.
     group_sizes: int [E], rows of each group, summing to M (checked where the
       values are known while tracing). Rows past the sum are undefined.
     transpose: use w transposed.
@@ -49,12 +50,20 @@ def grouped_matmul(
     tiles: `gpu.Tiles` for the forward kernel, instead of the tuned ones.
 
   Returns:
-    [M, N] in x's dtype. Differentiable in x and w.
+    [M, N] in x's dtype. Differentiable in x and in w that is not packed.
 
   Raises:
     ValueError: shapes, dtypes or group sizes that do not fit each other, or an
       implementation that cannot run.
   """
+  if isinstance(w, packed.Nvfp4 | packed.Fp8):
+    if transpose or tiles is not None:
+      raise ValueError(
+        f'transpose={transpose}, tiles={tiles}: packed weights take neither'
+      )
+    return packed.multiply(
+      x, w, group_sizes, gated=gated, implementation=implementation
+    )
   _check(x, w, group_sizes, transpose, gated)
   chosen = _choose(x, w, transpose, gated, implementation)
   return _grouped_matmul(x, w, group_sizes, transpose, gated, chosen, tiles)

@@ -53,7 +53,7 @@ def matmul(
     )
   if x.dtype != w.dtype:
     raise ValueError(f'x is {x.dtype} and w {w.dtype}; cast one')
-  chosen = _choose(x, w, transpose, implementation)
+  chosen = choose(x, w, transpose, implementation)
   if chosen == 'reference':
     return reference.matmul(x, w, transpose=transpose)
   return grouped_matmul.grouped_matmul(
@@ -66,7 +66,13 @@ def matmul(
   )
 
 
-def _choose(x, w, transpose, implementation) -> str:
+def choose(
+  x: jax.Array,
+  w: jax.Array,
+  transpose: bool = False,
+  implementation: str | None = None,
+) -> str:
+  """The implementation that `matmul` would run with these arguments."""
   faults = dict(gpu=None, tpu=None)
   if implementation != 'reference' and (
     implementation is not None or dispatch.platform() != 'cpu'

@@ -24,7 +24,7 @@ from pallas_kernels.grouped_matmul import groups
 BLOCK = 256
 TILES = matmul.Tiles(columns=BLOCK, panel=16)
 # Of long rows, what all blocks read at a time must still fit into the L2 cache.
-DEEP, DEEP_TILES = 4096, matmul.Tiles(columns=BLOCK, stages=3, panel=8)
+DEEP, DEEP_TILES = 4096, matmul.Tiles(columns=BLOCK, panel=4)
 LANES = 128  # rows that one warpgroup of the merge takes
 UNROLL = 8
 LOWEST = -1e30  # instead of -inf, whose difference with itself is NaN

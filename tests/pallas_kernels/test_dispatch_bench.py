@@ -44,7 +44,7 @@ def test_tunings_are_tiles_that_fit():
 
 def test_bench_on_cpu(tmp_path, capsys):
   path = tmp_path / 'kernels.json'
-  assert bench.run(['matmul', 'norm'], path) == 0
+  assert bench.run(['matmul', 'norm', 'delta'], path) == 0
   rows = json.loads(path.read_text())['rows']
   assert {row['who'] for row in rows} == {'ours', 'xla'}
   assert all(row['seconds'] > 0 for row in rows)

@@ -1,5 +1,6 @@
 """TPU kernels compile ahead of time, where libtpu is installed."""
 
+import dataclasses
 import importlib.util
 
 import jax
@@ -7,9 +8,16 @@ from jax.experimental import topologies
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.attention import tpu as attention
+from pallas_kernels.delta import tpu as delta
 from pallas_kernels.grouped_matmul import shapes
 from pallas_kernels.grouped_matmul import tpu as grouped
+from pallas_kernels.grouped_matmul import tpu_packed
 from pallas_kernels.norm import tpu as norm
+from pallas_kernels.paged_attention import tpu as paged_attention
+from pallas_kernels.quantize import tpu as quantize
+from pallas_kernels.route import shapes as route_shapes
+from pallas_kernels.route import tpu as route
 from pallas_kernels.token_logprob import tpu as token_logprob
 
 pytestmark = pytest.mark.skipif(
@@ -70,3 +78,86 @@ def test_norm(draw, depth):
     draw(1000, depth),
     draw(depth),
   )
+
+
+@pytest.mark.parametrize(
+  ('h', 'g', 'key', 'width'),
+  [(9, 3, 64, 64), (4, 4, 192, 128), (64, 1, 576, 512)],
+)
+def test_attention(draw, h, g, key, width):
+  t = 1024
+  q, k, dout = draw(t, h, key), draw(t, g, key), draw(t, h, width)
+  v = None if width == 512 else draw(t, g, width)
+  bound, row = draw(t, dtype=jnp.int32), draw(t, h, dtype=jnp.float32)
+  sizes = dict(block=64, width=width, scale=0.1)
+  compile_(lambda *a: attention.forward(*a, **sizes), *(q, k, v, bound, bound))
+  compile_(
+    lambda *a: attention.backward(*a, **sizes),
+    *(q, k, v, bound, bound, row, row, dout),
+  )
+
+
+@pytest.mark.parametrize(
+  ('queries', 'h', 'g', 'key', 'width'),
+  [(1, 64, 1, 576, 512), (256, 32, 4, 128, 128)],
+)
+def test_paged_attention(draw, queries, h, g, key, width):
+  v = None if width == 512 else draw(64, 64, g, width)
+  compile_(
+    lambda *a: paged_attention.forward(*a, width=width, scale=0.1),
+    draw(8, queries, h, key),
+    draw(64, 64, g, key),
+    v,
+    draw(8, 16, dtype=jnp.int32),
+    draw(8, queries, dtype=jnp.int32),
+  )
+
+
+@pytest.mark.parametrize('dtype', [jnp.uint8, jnp.uint16, jnp.uint32])
+def test_delta(draw, dtype):
+  words = draw(2**20, dtype=dtype)
+  compile_(lambda a, b: delta.compact(a, b, 10000), words, words)
+
+
+@pytest.mark.parametrize('shape', route_shapes.TRAINING)
+def test_route(draw, shape):
+  router = dataclasses.replace(shape.router, plausibility=0.5)
+  compile_(
+    lambda z, b, r: route.route(z, b, r, router),
+    draw(1000, shape.experts, dtype=jnp.float32),
+    draw(shape.experts, dtype=jnp.float32),
+    draw(1000, shape.k, dtype=jnp.int16),
+  )
+  compile_(
+    lambda experts: route.order(experts, shape.experts),
+    draw(1000, shape.k, dtype=jnp.int32),
+  )
+
+
+def test_quantize(draw):
+  x = draw(1000, 7168)
+  for form in (
+    lambda x: quantize.nvfp4(x, True),
+    quantize.mxfp8,
+    quantize.fp8,
+  ):
+    compile_(form, x)
+
+
+def test_packed_weights(draw):
+  e, k, n = 48, 7168, 2048
+  e4m3 = jnp.float8_e4m3fn
+  for codes, scale in (
+    (draw(e, k // 2, n, dtype=jnp.uint8), draw(e, k // 16, n, dtype=e4m3)),
+    (
+      draw(e, k, n, dtype=e4m3),
+      draw(e, k // 128, n // 128, dtype=jnp.float32),
+    ),
+  ):
+    compile_(
+      tpu_packed.grouped_matmul,
+      draw(64, k),
+      codes,
+      scale,
+      draw(e, dtype=jnp.int32),
+    )

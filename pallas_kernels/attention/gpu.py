@@ -1,0 +1,160 @@
+"""Mosaic GPU: packed attention through the kernel that paged attention has too.
+
+Lists of work are made here, what a block of threads does with them is in
+`gpu_kernel`, and gradients are in `gpu_gradients`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch
+from pallas_kernels import mosaic
+from pallas_kernels.attention import gpu_gradients
+from pallas_kernels.attention import gpu_kernel
+from pallas_kernels.attention import gpu_tiles
+from pallas_kernels.attention import reference
+from pallas_kernels.attention import work as work_lib
+
+LANE = 64  # 16-bit words of a line of the 128-byte swizzle
+WIDE = 256  # columns of output that a consumer can hold
+DEEP = 192  # numbers of a key of which two stages fit into shared memory
+ROWS = gpu_tiles.ROWS
+LOG2E = math.log2(math.e)
+Tiles, Work, fitting = gpu_tiles.Tiles, gpu_tiles.Work, gpu_tiles.fitting
+
+
+def unsupported(q, k, v, block: int, width: int) -> str | None:
+  """Why these shapes or types cannot be computed here, or None."""
+  for name, array in (('q', q), ('k', k), ('v', v)):
+    if array is not None and array.dtype not in (jnp.bfloat16, jnp.float16):
+      return (
+        f'{name} is {array.dtype}; the GPU kernel takes bfloat16 and float16'
+      )
+  key = q.shape[-1]
+  if key % LANE or width % LANE:
+    return (
+      f'K={key}, W={width}; the GPU kernel takes multiples of {LANE}: pad with'
+      ' zeros'
+    )
+  if v is None:
+    if block != 64 or width != 2 * WIDE or key > width + LANE:
+      return (
+        f'K={key}, width={width}, block={block}; where values are part of the'
+        ' keys the GPU kernel takes width 512, K to 576 and block 64'
+      )
+    return None
+  if block not in (64, 128):
+    return f'block={block}; the GPU kernel takes 64 and 128'
+  if key > DEEP or width > min(key, 128):
+    return (
+      f'K={key}, W={width}; the GPU kernel takes K to {DEEP} and W to 128, not'
+      ' above K'
+    )
+  return None
+
+
+def forward(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array | None,
+  starts: jax.Array,
+  ends: jax.Array,
+  *,
+  block: int,
+  width: int,
+  scale: float,
+  tiles: Tiles | None = None,
+  interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+  """Packed attention: out [T, H, W] and log-sum-exp float32 [T, H].
+
+  The arguments are those of `reference.forward`.
+  """
+  t, h, key = q.shape
+  g = k.shape[1]
+  work = plan(
+    key, width, block, scale, v is None, False, tiles, interpret, log=True
+  )
+  high = -(-t // (ROWS * work.units)) * ROWS * work.units
+  starts = jnp.pad(starts, (0, high - t))
+  ends = jnp.pad(ends, (0, high - t), constant_values=-1)
+  items = work_lib.packed_items(starts, ends, ROWS * work.units, block, h, g)
+  items = work_lib.longest_first(items, work.sms)
+  pages = lambda x: x.reshape(t // block, block, *x.shape[1:])  # noqa: E731
+  out, log = gpu_kernel.run(
+    work,
+    items,
+    jnp.zeros((1, 1), jnp.int32),
+    starts,
+    ends,
+    q,
+    pages(k),
+    None if v is None else pages(v),
+    high,
+  )
+  return out, log.T[:t]
+
+
+def backward(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array | None,
+  starts: jax.Array,
+  ends: jax.Array,
+  log: jax.Array,
+  dots: jax.Array,
+  dout: jax.Array,
+  *,
+  block: int,
+  width: int,
+  scale: float,
+  interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+  """Gradients to q, k and v; the arguments are those of `reference.backward`.
+
+  The absorbed form has no kernel: the sums of a pair of tiles do not fit into
+  the registers. It runs through XLA in larger blocks, and a warning says so.
+  """
+  rows = q, k, v, starts, ends, log, dots, dout
+  if v is None:
+    reason = 'no kernel for gradients where values are part of the keys'
+    dispatch.warn('attention gradient', 'gpu', reason)
+    block = next(n for n in (512, 256, 128, 64) if q.shape[0] % n == 0)
+    return reference.backward(*rows, block=block, width=width, scale=scale)
+  return gpu_gradients.backward(*rows, scale=scale, interpret=interpret)
+
+
+def plan(
+  key: int,
+  width: int,
+  block: int,
+  scale: float,
+  shared: bool,
+  paged: bool,
+  tiles: Tiles | None,
+  interpret: bool,
+  *,
+  log: bool,
+  few: bool = False,
+) -> Work:
+  """The constants of a kernel; without tiles, those that fit best.
+
+  Args:
+    few: whether an item has at most 64 rows.
+    (others): see `Work`.
+  """
+  if tiles is None:
+    tiles = fitting(key, width, block, shared, few, 0)
+  if shared and tiles.consumers != 2:
+    raise ValueError(
+      f'{tiles}: where values are part of the keys there must be 2 consumers'
+    )
+  factor = scale * LOG2E
+  sms = 2 if interpret else mosaic.cores()
+  return Work(
+    tiles, key, width, block, factor, sms, shared, paged, log, interpret
+  )

@@ -1,0 +1,123 @@
+"""Attention of a few queries a sequence over a paged cache of keys and values.
+
+A page holds one block of a sequence: page `table[n, j]` has tokens j S to
+(j + 1) S - 1 of sequence n. Query i of sequence n sits at `positions[n, i]` and
+sees the tokens 0 to there, itself included: what the queries' own tokens give is
+in the pages before this is called. One query a sequence is decoding, several are
+a chunk of a prefill, or guesses that are checked at once.
+
+Blocks are merged by the very code of `attention` with `block` = S, so a row's
+bits are those that training computes for it, and depend neither on the pages
+used, nor on how a prefill is cut, nor on the other sequences.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import attention
+from pallas_kernels import dispatch
+from pallas_kernels.paged_attention import reference
+
+NAME = 'paged_attention'
+
+
+def paged_attention(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array | None,
+  table: jax.Array,
+  positions: jax.Array,
+  *,
+  scale: float,
+  width: int = 0,
+  implementation: str | None = None,
+) -> jax.Array:
+  """Attention of each query over its sequence so far.
+
+  Args:
+    q: [N, Q, H, K].
+    k_pages: [P, S, G, K], of the same dtype; S tokens a page. For latent
+      attention in the absorbed form G = 1. Numbers that no query sees must be
+      finite: they are multiplied by 0.
+    v_pages: [P, S, G, W], or None: the first `width` numbers of the keys.
+    table: int32 [N, M], pages of each sequence. Entries past a sequence's last
+      token are not read.
+    positions: int32 [N, Q], or [N]: of the first query, the others following.
+      Negative: no query, and 0 comes out.
+    scale: of the scores, above 0.
+    width: see `v_pages`.
+    implementation: a name of `dispatch.NAMES`; None: the best there is.
+
+  Returns:
+    [N, Q, H, W] in q's dtype. Not differentiable: training has `attention`.
+
+  Raises:
+    ValueError: shapes, dtypes or positions that do not fit each other, or an
+      implementation that cannot run.
+  """
+  if positions.ndim == 1:
+    more = jnp.arange(q.shape[1], dtype=positions.dtype)[None, :]
+    first = positions[:, None]
+    positions = jnp.where(first < 0, -1, first + more)
+  _check(q, k_pages, v_pages, table, positions, scale, width)
+  width = width if v_pages is None else v_pages.shape[-1]
+  chosen = _choose(q, k_pages, v_pages, width, implementation)
+  if not q.size:
+    return jnp.zeros((*q.shape[:3], width), q.dtype)
+  arguments = q, k_pages, v_pages, table, positions
+  if chosen == 'reference':
+    return reference.forward(*arguments, width=width, scale=float(scale))
+  from pallas_kernels.paged_attention import gpu
+  from pallas_kernels.paged_attention import tpu
+
+  module = gpu if chosen.startswith('gpu') else tpu
+  return module.forward(
+    *arguments,
+    width=width,
+    scale=float(scale),
+    interpret=chosen.endswith('interpret'),
+  )
+
+
+def _check(q, k_pages, v_pages, table, positions, scale, width) -> None:
+  if q.ndim != 4 or k_pages.ndim != 4:
+    raise ValueError(
+      f'q {q.shape} must be [N, Q, H, K] and k_pages {k_pages.shape}'
+      ' [P, S, G, K]'
+    )
+  attention.check_heads(q, k_pages, v_pages, scale, k_pages.shape[1], width)
+  if table.ndim != 2 or table.shape[0] != q.shape[0]:
+    raise ValueError(
+      f'table {table.shape} must be [N, M] with N = {q.shape[0]}'
+    )
+  if positions.shape != q.shape[:2]:
+    raise ValueError(
+      f'positions {positions.shape} must be [N, Q] = {q.shape[:2]}, or [N]'
+    )
+  for name, array in (('table', table), ('positions', positions)):
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+      raise ValueError(f'{name} is {array.dtype}; give integers')
+  known, block = dispatch.concrete(positions), k_pages.shape[1]
+  if known is not None and known.size:
+    most, room = int(np.max(np.asarray(known))), table.shape[1] * block
+    if most >= room:
+      raise ValueError(
+        f'position {most} lies past the {table.shape[1]} pages of {block} tokens'
+        ' of a sequence; give a wider table'
+      )
+
+
+def _choose(q, k_pages, v_pages, width, implementation) -> str:
+  gpu_fault = tpu_fault = None
+  if implementation != 'reference' and (
+    implementation is not None or dispatch.platform() != 'cpu'
+  ):
+    from pallas_kernels.paged_attention import gpu
+    from pallas_kernels.paged_attention import tpu
+
+    gpu_fault = gpu.unsupported(q, k_pages, v_pages, width)
+    tpu_fault = tpu.unsupported(q, k_pages, v_pages, width)
+  return dispatch.choose(NAME, implementation, gpu_fault, tpu_fault)

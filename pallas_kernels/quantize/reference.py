@@ -1,0 +1,90 @@
+"""Plain JAX: rounding to eight and four bits. The path on CPU.
+
+XLA rewrites a division by a broadcast array or by a constant into a product with
+the inverse, which rounds elsewhere; the barriers keep the divisions.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+E2M1_MAX, E4M3_MAX = 6.0, 448.0
+MIDDLES = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)  # ties go down; up
+GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def divide(a: jax.Array, b: jax.Array) -> jax.Array:
+  """a / b rounded once, 0 where b is 0."""
+  b = jnp.broadcast_to(b, a.shape)
+  safe = lax.optimization_barrier(jnp.where(b > 0, b, 1.0))
+  return jnp.where(b > 0, a / safe, 0.0)
+
+
+def e2m1(x: jax.Array) -> jax.Array:
+  """uint8 codes of the nearest numbers of E2M1, ties to the even code."""
+  size = jnp.abs(x)
+  hits = [size > m for m in MIDDLES[0]] + [size >= m for m in MIDDLES[1]]
+  code = sum(hit.astype(jnp.uint8) for hit in hits)
+  return code | (jnp.signbit(x).astype(jnp.uint8) << 3)
+
+
+def nvfp4(x: jax.Array, by_row: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Codes [R, K / 2], scale [R, K / 16] and outer [R] or [] of [R, K]."""
+  x = x.astype(jnp.float32)
+  rows, k = x.shape
+  blocks = x.reshape(rows, k // 16, 16)
+  most = jnp.max(jnp.abs(blocks), axis=-1)
+  largest = jnp.max(most, axis=-1) if by_row else jnp.max(most)
+  outer = largest * jnp.float32(1 / (E2M1_MAX * E4M3_MAX))
+  wide = outer[:, None] if by_row else outer[None, None]
+  scale = jnp.minimum(divide(most, E2M1_MAX * wide), E4M3_MAX)
+  scale = scale.astype(jnp.float8_e4m3fn)
+  step = scale.astype(jnp.float32) * wide
+  codes = e2m1(divide(blocks, step[:, :, None])).reshape(rows, k // 2, 2)
+  return codes[..., 0] | (codes[..., 1] << 4), scale, outer
+
+
+def mxfp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Values e4m3 [R, K] and biased exponents uint8 [R, K / 32] of [R, K]."""
+  x = x.astype(jnp.float32)
+  rows, k = x.shape
+  blocks = x.reshape(rows, k // 32, 32)
+  most = jnp.max(jnp.abs(blocks), axis=-1)
+  limit = lax.optimization_barrier(jnp.full_like(most, E4M3_MAX))
+  bits = lax.bitcast_convert_type(most / limit, jnp.uint32)
+  exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)  # rounded up
+  values = blocks * power(254 - exponent.astype(jnp.int32))[:, :, None]
+  return to_e4m3(values).reshape(rows, k), exponent.astype(jnp.uint8)
+
+
+def power(biased: jax.Array) -> jax.Array:
+  """float32 2^(biased - 127), of -23 to 254, denormals too."""
+  normal = lax.bitcast_convert_type(
+    jnp.maximum(biased, 1).astype(jnp.uint32) << 23, jnp.float32
+  )
+  low = jnp.uint32(1) << jnp.clip(22 + biased, 0, 22).astype(jnp.uint32)
+  return jnp.where(
+    biased >= 1, normal, lax.bitcast_convert_type(low, jnp.float32)
+  )
+
+
+def to_e4m3(x: jax.Array) -> jax.Array:
+  """To nearest even, and to 448 where it is more."""
+  return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+
+
+def fp8_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Values e4m3 [R, K] and scales float32 [R / 128, K / 128] of [R, K]."""
+  rows, k = x.shape
+  high, wide = -(-rows // 128), -(-k // 128)
+  padded = jnp.pad(
+    x.astype(jnp.float32), ((0, high * 128 - rows), (0, wide * 128 - k))
+  )
+  squares = padded.reshape(high, 128, wide, 128)
+  most = jnp.max(jnp.abs(squares), axis=(1, 3))
+  limit = lax.optimization_barrier(jnp.full_like(most, E4M3_MAX))
+  scale = most / limit
+  values = to_e4m3(divide(squares, scale[:, None, :, None]))
+  return values.reshape(high * 128, wide * 128)[:rows, :k], scale

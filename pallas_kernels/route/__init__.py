@@ -1,0 +1,257 @@
+"""Which experts a row goes to, with which gates, and the order of dispatch.
+
+  s = sigmoid(logits) or softmax(logits)
+  native[r] = the top k of s[r] + bias, of the best groups where there are groups
+  gate[r, i] = scale s[r, e_i] / sum_j s[r, e_j]
+
+The bias only selects. With replay the experts are given, and the gates are
+still those of this router's own scores, so that its gradient reaches them.
+Ties go to the lower expert.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch
+from pallas_kernels.route import reference
+
+NAME = 'route'
+KINDS = ('sigmoid', 'softmax')
+Router = reference.Router
+
+
+class Routed(NamedTuple):
+  """Experts int32 [R, K], gates float32 [R, K], native int32 [R, K] or None."""
+
+  experts: jax.Array
+  gates: jax.Array
+  native: jax.Array | None
+
+
+class Order(NamedTuple):
+  """Slots, of rows times K, sorted by expert; a slot is row * K + i.
+
+  Attributes:
+    slots: int32 [R K]; the slot at each sorted place, stable.
+    places: int32 [R K]; the sorted place of each slot, the inverse.
+    sizes: int32 [E]; slots of each expert.
+  """
+
+  slots: jax.Array
+  places: jax.Array
+  sizes: jax.Array
+
+
+def route(
+  logits: jax.Array,
+  bias: jax.Array | None,
+  router: Router,
+  replay: jax.Array | None = None,
+  *,
+  audit: bool = False,
+  implementation: str | None = None,
+) -> Routed:
+  """Chooses experts, or takes those given, and computes their gates.
+
+  Args:
+    logits: float32 [R, E].
+    bias: float32 [E], for the selection only; None: no bias.
+    router: what is fixed.
+    replay: int16 or int32 [R, K], experts to use; a row with any below 0
+      (unknown) is routed natively.
+    audit: with replay, whether `native` is wanted too, for the share of rows
+      that would go elsewhere. It costs what native routing costs. Needed with
+      `router.plausibility` c > 0: a replayed expert whose score is below c
+      times the least of the native ones gives way to the best one not in use.
+    implementation: a name of `dispatch.NAMES`; None: the best there is.
+
+  Returns:
+    `Routed`; native is None with replay and without audit. The gates are
+    differentiable in logits.
+
+  Raises:
+    ValueError: shapes and settings that do not fit, and where the values are
+      known while tracing, replayed experts out of range or twice in a row.
+  """
+  _check(logits, bias, router, replay, audit)
+  chosen = _choose(logits, router, implementation)
+  whole = replay is None or audit
+  experts, gates, native = _route(logits, bias, replay, router, whole, chosen)
+  return Routed(experts, gates, native if whole else None)
+
+
+def order(
+  experts: jax.Array, count: int, *, implementation: str | None = None
+) -> Order:
+  """The order in which rows go to their experts.
+
+  Args:
+    experts: int [R, K], each 0 to count - 1.
+    count: E.
+    implementation: a name of `dispatch.NAMES`; None: the best there is.
+
+  Returns:
+    `Order`: x[slots // K] are the rows sorted for `grouped_matmul`, and
+    y[places].reshape(R, K, ...) brings its results back.
+
+  Raises:
+    ValueError: experts that are not [R, K], or out of range where known.
+  """
+  if experts.ndim != 2:
+    raise ValueError(f'experts {experts.shape} must be [R, K]')
+  known = dispatch.concrete(experts)
+  if known is not None and known.size:
+    low, high = int(np.min(known)), int(np.max(known))
+    if low < 0 or high >= count:
+      raise ValueError(
+        f'experts from {low} to {high} must be in 0..{count - 1}'
+      )
+  chosen = _choose_order(experts, count, implementation)
+  if chosen == 'reference':
+    return Order(*reference.order(experts, count))
+  interpret = chosen.endswith('interpret')
+  if chosen.startswith('tpu'):
+    from pallas_kernels.route import tpu as kernels
+  else:
+    from pallas_kernels.route import gpu as kernels
+  return Order(*kernels.order(experts, count, interpret=interpret))
+
+
+# --- Checks and choice -------------------------------------------------------
+
+
+def _check(logits, bias, router: Router, replay, audit) -> None:
+  if logits.ndim != 2 or logits.dtype != jnp.float32:
+    raise ValueError(
+      f'logits {logits.dtype}{logits.shape} must be float32 [R, E]'
+    )
+  rows, e = logits.shape
+  if router.kind not in KINDS:
+    raise ValueError(f'kind={router.kind!r}; known: {", ".join(KINDS)}')
+  if not 1 <= router.k <= e:
+    raise ValueError(f'k={router.k} of {e} experts; give 1 to {e}')
+  size = e // max(router.groups, 1)
+  if router.groups < 1 or e % router.groups:
+    raise ValueError(f'groups={router.groups} do not divide {e} experts')
+  if router.groups > 1 and (
+    not 1 <= router.top_groups <= router.groups
+    or size < 2
+    or router.top_groups * size < router.k
+  ):
+    raise ValueError(
+      f'top_groups={router.top_groups} of {router.groups} groups of {size}'
+      f' experts leave no k={router.k}; a group needs two, and the best ones'
+      ' together k'
+    )
+  if bias is not None and bias.shape != (e,):
+    raise ValueError(f'bias {bias.shape} must be [E] = ({e},)')
+  if not router.plausibility >= 0:
+    raise ValueError(f'plausibility={router.plausibility} is below 0')
+  if replay is None:
+    return
+  if replay.shape != (rows, router.k) or replay.dtype not in (
+    jnp.int16,
+    jnp.int32,
+  ):
+    raise ValueError(
+      f'replay {replay.dtype}{replay.shape} must be int16 or int32 [R, K] ='
+      f' ({rows}, {router.k})'
+    )
+  if router.plausibility > 0 and not audit:
+    raise ValueError(
+      f'plausibility={router.plausibility} compares with native experts; give'
+      ' audit=True'
+    )
+  _check_replay(dispatch.concrete(replay), e)
+
+
+def _check_replay(known, e: int) -> None:
+  if known is None or not known.size:
+    return
+  known = np.asarray(known)
+  if known.max() >= e:
+    raise ValueError(
+      f'replay has expert {known.max()}, and there are {e}; -1 is unknown'
+    )
+  ordered = np.sort(known[(known >= 0).all(axis=1)], axis=1)
+  twice = np.nonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))[0]
+  if len(twice):
+    raise ValueError(
+      f'replay has an expert twice in a row: {ordered[twice[0]].tolist()}; each'
+      ' may be there once'
+    )
+
+
+def _choose(logits, router, implementation) -> str:
+  faults = dict(gpu=None, tpu=None)
+  if implementation != 'reference' and (
+    implementation is not None or dispatch.platform() != 'cpu'
+  ):
+    from pallas_kernels.route import gpu
+    from pallas_kernels.route import tpu
+
+    faults = dict(
+      gpu=gpu.unsupported(logits, router), tpu=tpu.unsupported(logits, router)
+    )
+  return dispatch.choose(NAME, implementation, **faults)
+
+
+def _choose_order(experts, count, implementation) -> str:
+  faults = dict(gpu=None, tpu=None)
+  if implementation != 'reference' and (
+    implementation is not None or dispatch.platform() != 'cpu'
+  ):
+    from pallas_kernels.route import gpu
+    from pallas_kernels.route import tpu
+
+    faults = dict(
+      gpu=gpu.unsupported_order(experts, count),
+      tpu=tpu.unsupported_order(experts, count),
+    )
+  return dispatch.choose('route.order', implementation, **faults)
+
+
+# --- Values and gradients ----------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _route(logits, bias, replay, router, whole, chosen):
+  return _forward(logits, bias, replay, router, whole, chosen)[0]
+
+
+def _forward(logits, bias, replay, router, whole, chosen):
+  if chosen == 'reference':
+    found = reference.route(logits, bias, replay, router)
+  elif chosen.startswith('tpu'):
+    from pallas_kernels.route import tpu
+
+    found = tpu.route(
+      logits, bias, replay, router, interpret=chosen.endswith('interpret')
+    )
+  else:
+    from pallas_kernels.route import gpu
+
+    interpret = chosen.endswith('interpret')
+    found = gpu.route(logits, bias, replay, router, whole, interpret=interpret)
+  return found, (logits, bias, replay, found[0])
+
+
+def _backward(router, whole, chosen, saved, cotangents):
+  del whole, chosen
+  logits, bias, replay, experts = saved
+  back = jax.vjp(lambda z: reference.gates_of(z, experts, router), logits)[1]
+  zero = None if replay is None else np.zeros(replay.shape, jax.dtypes.float0)
+  return (
+    *back(cotangents[1]),
+    None if bias is None else jnp.zeros_like(bias),
+    zero,
+  )
+
+
+_route.defvjp(_forward, _backward)

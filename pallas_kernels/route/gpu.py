@@ -1,0 +1,419 @@
+"""GPU: routing, a warp a row; and the order of dispatch, a stable counting sort.
+
+A lane holds experts lane, lane + 32, ... of its row. The best expert is found by
+one reduction over the warp of numbers that are ordered as the floats are, and
+one of the lowest place that has it; K times.
+
+The sort: warps count the experts of 512 slots each, XLA adds the counts up, and
+the same warps give every slot its place. Equal experts of 32 slots are ranked
+by which lanes hold the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import warp
+from pallas_kernels.route.reference import LEAST
+from pallas_kernels.route.reference import Router
+
+MOST = 1024  # experts: 32 registers of a lane for each of what it holds
+WARPGROUPS = 1
+CHUNK = 512  # slots that one warp sorts
+LOWEST = 0x007FFFFF  # -inf, as `_ordered` writes it
+
+
+def unsupported(logits: jax.Array, router: Router) -> str | None:
+  """Why this router cannot be computed here, or None."""
+  e = logits.shape[1]
+  if e > MOST or router.k > warp.LANES:
+    return (
+      f'{e} experts, k={router.k}; the GPU kernel takes up to {MOST} experts'
+      f' and k up to {warp.LANES}'
+    )
+  if router.groups > 1 and (e // router.groups) % warp.LANES:
+    return (
+      f'groups of {e // router.groups} experts; the GPU kernel takes multiples'
+      f' of {warp.LANES}'
+    )
+  return None if logits.shape[0] else 'there are no rows'
+
+
+def unsupported_order(experts: jax.Array, count: int) -> str | None:
+  """Why these experts cannot be sorted here, or None."""
+  if count > MOST:
+    return f'{count} experts; the GPU kernel takes up to {MOST}'
+  return None if experts.size else 'there are no rows'
+
+
+def route(
+  logits: jax.Array,
+  bias: jax.Array | None,
+  replay: jax.Array | None,
+  router: Router,
+  whole: bool,
+  *,
+  interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Experts, gates and native experts [R, K]; native is unset without `whole`."""
+  rows = logits.shape[0]
+  inputs = [array for array in (logits, bias, replay) if array is not None]
+  shape = (rows, router.k)
+  experts = jax.ShapeDtypeStruct(shape, jnp.int32)
+  gates = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  def kernel(w, *refs):
+    refs = list(refs)
+    logits = refs.pop(0)
+    bias_ref = None if bias is None else refs.pop(0)
+    replay_ref = None if replay is None else refs.pop(0)
+    _route(w, logits, bias_ref, replay_ref, refs, router, whole)
+
+  found = warp.run(
+    kernel,
+    *inputs,
+    out=[experts, gates] + [experts] * whole,
+    warpgroups=WARPGROUPS,
+    blocks=-(-rows // (4 * WARPGROUPS)),
+    interpret=interpret,
+  )
+  return found[0], found[1], found[2] if whole else found[0]
+
+
+def order(
+  experts: jax.Array, count: int, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Slots by expert, the inverse, and sizes; see the package."""
+  flat = experts.reshape(-1)
+  size = flat.shape[0]
+  chunks = -(-size // CHUNK)
+  launch = functools.partial(
+    warp.run,
+    warpgroups=WARPGROUPS,
+    blocks=-(-chunks // (4 * WARPGROUPS)),
+    scratch=count,
+    interpret=interpret,
+  )
+  (table,) = launch(
+    functools.partial(_count, chunks=chunks),
+    flat,
+    out=[jax.ShapeDtypeStruct((chunks, count), jnp.int32)],
+  )
+  until = jnp.cumsum(table, axis=0, dtype=jnp.int32)
+  sizes = until[-1]
+  number = jnp.arange(count)
+  before = number[None, :] < number[:, None]
+  starts = jnp.sum(
+    jnp.where(before, sizes[None, :], 0), axis=1, dtype=jnp.int32
+  )
+  slot = jax.ShapeDtypeStruct((size,), jnp.int32)
+  slots, places = launch(
+    functools.partial(_place, chunks=chunks),
+    flat,
+    until - table + starts[None, :],
+    out=[slot, slot],
+  )
+  return slots, places, sizes
+
+
+# --- Routing -----------------------------------------------------------------
+
+
+def _route(w, logits, bias, replay, out, router: Router, whole: bool) -> None:
+  k = router.k
+  rows = out[0].size // k
+  e = logits.size // rows
+
+  def one_row(row):
+    slot = row * k + w.lane
+    loads = _Row(logits, row * e, e, router)
+
+    def native():
+      own, _ = _native(w, loads, bias, router)
+      _write(w, slot, own, _scores_of(w, loads, own), out, router)
+      return own
+
+    if replay is None:
+      own = native()
+      w.when(w.lane < k, lambda: w.store(out[2], slot, own))
+      return
+    given = w.when(w.lane < k, lambda _: [w.load(replay, slot)], [w.value(0)])[
+      0
+    ]
+    known = w.ballot(given < e).equals(warp.ALL)
+    if whole:
+      _audited(w, loads, bias, given, known, slot, out, router)
+      return
+    w.when(
+      known,
+      lambda: _write(w, slot, given, _scores_of(w, loads, given), out, router),
+    )
+    w.when(w.negate(known), lambda: native() and None)
+
+  w.loop(w.warp, rows, w.warps, one_row)
+
+
+def _audited(w, loads, bias, given, known, slot, out, router) -> None:
+  """Native experts are found too, and implausible ones replaced by them."""
+  own, keys = _native(w, loads, bias, router)
+  used = w.where(known, given, own)
+  if router.plausibility > 0:
+    low = w.where(
+      w.lane < router.k,
+      _ordered(w, _scores_of(w, loads, own)),
+      w.value(warp.ALL),
+    )
+    least = _float(w, w.reduce('min', low))
+    used = _plausible(w, _scores_of(w, loads, used), keys, used, least, router)
+  _write(w, slot, used, _scores_of(w, loads, used), out, router)
+  w.when(w.lane < router.k, lambda: w.store(out[2], slot, own))
+
+
+def _zero(w):
+  return w.value(0.0, 'f32')
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+  """A row of logits in memory: its first, and how many there are."""
+
+  logits: warp.Ref
+  first: warp.Value
+  e: int
+  router: Router
+
+
+def _all_scores(w, row: _Row) -> list:
+  """Of experts lane, lane + 32, ...; past the last as of a logit of -inf."""
+  found = _logits(w, row)
+  sums = _sums(w, row, found)
+  return [_score(w, one, sums) for one in found]
+
+
+def _scores_of(w, row: _Row, experts):
+  """Lane i < k: the score of its expert, with the bits of `_all_scores`."""
+  logit = w.when(
+    w.lane < row.router.k,
+    lambda _: [w.load(row.logits, row.first + experts)],
+    [_zero(w)],
+  )[0]
+  whole = _logits(w, row) if row.router.kind == 'softmax' else []
+  return _score(w, logit, _sums(w, row, whole))
+
+
+def _logits(w, row: _Row) -> list:
+  found = []
+  for i in range(-(-row.e // warp.LANES)):
+    place = w.lane + warp.LANES * i
+    if (i + 1) * warp.LANES <= row.e:
+      found.append(w.load(row.logits, row.first + place))
+    else:
+      found += w.when(
+        place < row.e,
+        lambda _, at=place: [w.load(row.logits, row.first + at)],
+        [w.value(-jnp.inf, 'f32')],
+      )
+  return found
+
+
+def _sums(w, row: _Row, found):
+  """Of softmax: the greatest logit, and the sum of exp(logit - it)."""
+  if row.router.kind == 'sigmoid':
+    return None
+  most = functools.reduce(lambda a, b: a.maximum(b), found)
+  for step in range(5):
+    most = most.maximum(w.shuffle_xor(most, 1 << step))
+  total = functools.reduce(
+    lambda a, b: a + b, [w.exp(one - most) for one in found]
+  )
+  for step in range(5):
+    total = total + w.shuffle_xor(total, 1 << step)
+  return most, total
+
+
+def _score(w, logit, sums):
+  if sums is None:
+    return w.value(1.0, 'f32') / (w.exp(logit * -1.0) + 1.0)
+  return w.exp(logit - sums[0]) / sums[1]
+
+
+def _ordered(w, x):
+  """Unsigned integers in the order of the floats; none is 0."""
+  bits = w.bits(x)
+  return bits ^ (w.value(0) - (bits >> 31) | 0x80000000)
+
+
+def _float(w, key):
+  return w.float(
+    key ^ w.where((key >> 31).differs(0), 0x80000000, w.value(warp.ALL))
+  )
+
+
+def _native(w, loads, bias, router: Router):
+  """Lane i < k: the i-th expert; and the keys of all, that order them."""
+  e, keys = loads.e, []
+  for i, score in enumerate(_all_scores(w, loads)):
+    place = w.lane + warp.LANES * i
+    last = (i + 1) * warp.LANES > e
+    if bias is not None and last:
+      add = w.when(
+        place < e, lambda _, at=place: [w.load(bias, at)], [_zero(w)]
+      )[0]
+      score = score + add
+    elif bias is not None:
+      score = score + w.load(bias, place)
+    key = _ordered(w, score)
+    keys.append(w.where(place < e, key, 0) if last else key)
+  if router.groups > 1:
+    keys = _within_groups(w, keys, router)
+  left, own = list(keys), w.value(0)
+  for slot in range(router.k):
+    place = _best(w, left)
+    own = w.where(w.lane.equals(slot), place, own)
+    if slot + 1 < router.k:
+      left = _without(w, left, place, 0)
+  return own, keys
+
+
+def _best(w, keys):
+  """The lowest place that has the greatest key, for every lane."""
+  best = w.reduce('max', functools.reduce(lambda a, b: a.maximum(b), keys))
+  place = w.value(MOST)
+  for i in reversed(range(len(keys))):
+    place = w.where(keys[i].equals(best), w.lane + warp.LANES * i, place)
+  return w.reduce('min', place)
+
+
+def _without(w, keys, place, lowest: int) -> list:
+  """Keys, that of one place set to `lowest`."""
+  own = place - w.lane  # 32 i in the lane that has it
+  return [
+    w.where(own.equals(warp.LANES * i), lowest, key)
+    for i, key in enumerate(keys)
+  ]
+
+
+def _within_groups(w, keys, router: Router) -> list:
+  """Keys, those outside the groups with the greatest sums of two set lowest."""
+  size = len(keys) // router.groups
+  sums = []
+  for g in range(router.groups):
+    first = second = w.value(0)
+    for key in keys[g * size : (g + 1) * size]:
+      second = second.maximum(first.minimum(key))
+      first = first.maximum(key)
+    most = w.reduce('max', first)
+    holder = w.lowest_bit(w.ballot(first.equals(most)))
+    first = w.where(w.lane.equals(holder), second, first)
+    sums.append(_float(w, most) + _float(w, w.reduce('max', first)))
+  out = []
+  for g, own in enumerate(sums):
+    above = w.value(0)
+    for other, value in enumerate(sums):
+      if other != g:
+        beats = value >= own if other < g else value > own
+        above = above + w.where(beats, w.value(1), 0)
+    kept = above < router.top_groups
+    out += [
+      w.where(kept, key, LOWEST) for key in keys[g * size : (g + 1) * size]
+    ]
+  return out
+
+
+def _plausible(w, scores, keys, used, least, router: Router):
+  """Lane i < k: its expert, or the best one that no lane has."""
+  low = (scores < least * router.plausibility) & (w.lane < router.k)
+  implausible = w.ballot(low)
+  for slot in range(router.k):
+
+    def replace(used, slot=slot):
+      left = keys
+      for other in range(router.k):
+        left = _without(w, left, w.shuffle(used, other), LOWEST)
+      return [w.where(w.lane.equals(slot), _best(w, left), used)]
+
+    hit = (implausible & (1 << slot)).differs(0)
+    used = w.when(hit, replace, [used])[0]
+  return used
+
+
+def _write(w, slot, experts, chosen, out, router: Router) -> None:
+  if router.normalise:
+    total = w.shuffle(chosen, 0)
+    for other in range(1, router.k):
+      total = total + w.shuffle(chosen, other)
+    chosen = chosen / (total + LEAST)
+  gate = chosen * router.scale
+
+  def write():
+    w.store(out[0], slot, experts)
+    w.store(out[1], slot, gate)
+
+  w.when(w.lane < router.k, write)
+
+
+# --- Sorting -----------------------------------------------------------------
+
+
+def _ranks(w, experts, counters, each) -> None:
+  """each(slot, place) for a chunk's slots; counters are where experts start."""
+  below = (w.value(1) << w.lane) - 1
+  first = w.warp * CHUNK
+
+  def step(start):
+    slot = first + start + w.lane
+    here = slot < experts.size
+    expert = w.when(
+      here, lambda _: [w.load(experts, slot)], [w.value(warp.ALL)]
+    )[0]
+    same = w.match(expert)
+    rank = w.count_bits(same & below)
+    place = w.when(here, lambda _: [w.load(counters, expert)], [w.value(0)])[0]
+    w.sync()
+    w.when(
+      here & rank.equals(0),
+      lambda: w.store(counters, expert, place + w.count_bits(same)),
+    )
+    w.sync()
+    w.when(here, lambda: each(slot, place + rank))
+
+  w.loop(0, CHUNK, warp.LANES, step)
+
+
+def _count(w, experts, table, counters, *, chunks: int) -> None:
+  count = counters.size
+
+  def chunk():
+    w.loop(w.lane, count, warp.LANES, lambda i: w.store(counters, i, 0))
+    w.sync()
+    _ranks(w, experts, counters, lambda slot, place: None)
+
+    def write(i):
+      w.store(table, w.warp * count + i, w.load(counters, i))
+
+    w.loop(w.lane, count, warp.LANES, write)
+
+  w.when(w.warp < chunks, chunk)
+
+
+def _place(w, experts, starts, slots, places, counters, *, chunks: int) -> None:
+  count = counters.size
+
+  def chunk():
+    def start(i):
+      w.store(counters, i, w.load(starts, w.warp * count + i))
+
+    w.loop(w.lane, count, warp.LANES, start)
+    w.sync()
+
+    def put(slot, place):
+      w.store(places, slot, place)
+      w.store(slots, place, slot)
+
+    _ranks(w, experts, counters, put)
+
+  w.when(w.warp < chunks, chunk)

@@ -1,0 +1,392 @@
+"""Attention against a naive twin, and against itself cut in other ways."""
+
+import functools
+
+import hypothesis
+from hypothesis import strategies as st
+from implementations import NAMES
+from implementations import needs_interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import attention as ops
+from pallas_kernels import mosaic
+from pallas_kernels import paged_attention
+from pallas_kernels.attention import gpu
+from pallas_kernels.attention import gpu_gradients
+from pallas_kernels.attention import shapes
+from pallas_kernels.attention import work
+
+BLOCK = 64
+# Heads of queries and of keys, numbers of a key and of a value.
+GROUPED = (2, 1, 64, 64)
+EXPANDED = (1, 1, 192, 128)
+ABSORBED = (2, 1, 576, 512)
+
+
+def draw(t, heads, seed=0, dtype=jnp.bfloat16):
+  """q, k, v [1, T, ...]; v None where values are part of the keys."""
+  h, g, key, width = heads
+  rng = np.random.default_rng(seed)
+  some = lambda *size: jnp.asarray(rng.normal(size=(1, *size)), dtype)  # noqa: E731
+  v = None if heads == ABSORBED else some(t, g, width)
+  return some(t, h, key), some(t, g, key), v
+
+
+def settings(heads, **more):
+  width = heads[3] if heads == ABSORBED else 0
+  return dict(scale=heads[2] ** -0.5, block=BLOCK, width=width) | more
+
+
+def segments(t, *lengths, align=BLOCK):
+  """Ids [1, T] of segments that start at multiples of `align`."""
+  ids, at = np.zeros((1, t), np.int32), 0
+  for number, length in enumerate(lengths, start=1):
+    ids[0, at : at + length] = number
+    at += -(-length // align) * align
+  return jnp.asarray(ids)
+
+
+def naive(q, k, v, ids, scale, block, width):
+  """The whole matrix of scores, float32."""
+  del block
+  q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+  v = k[..., :width] if v is None else v.astype(jnp.float32)
+  b, t, h, d = q.shape
+  grouped = q.reshape(b, t, k.shape[2], -1, d)
+  s = jnp.einsum('btgnd,bsgd->bgnts', grouped, k) * scale
+  row = jnp.arange(t)
+  seen = (ids[:, :, None] == ids[:, None]) & (ids > 0)[:, :, None]
+  seen = (seen & (row[:, None] >= row[None])[None])[:, None, None]
+  p = jnp.where(seen, jax.nn.softmax(jnp.where(seen, s, -1e30)), 0.0)
+  return jnp.einsum('bgnts,bsgd->btgnd', p, v).reshape(b, t, h, -1)
+
+
+def close(got, want, tolerance):
+  got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+  assert got.shape == want.shape
+  assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want)
+
+
+def bits(array):
+  return np.asarray(array).view(np.uint16)
+
+
+@pytest.mark.parametrize(
+  ('name', 'heads'),
+  [('reference', GROUPED), ('reference', ABSORBED)]
+  + [('tpu_interpret', GROUPED)]
+  + [
+    pytest.param('gpu_interpret', heads, marks=needs_interpreter)
+    for heads in (GROUPED, EXPANDED)
+  ],
+)
+def test_values_and_gradients(name, heads):
+  """Two segments, the second not at a multiple of the block, and padding."""
+  t = 190
+  q, k, v = draw(t, heads)
+  ids = segments(t, 70, 40, align=8)
+  weight = jnp.asarray(np.random.default_rng(1).normal(size=(t, 1)))
+
+  def loss(function, **more):
+    def weighed(arrays):
+      out = function(arrays['q'], arrays['k'], arrays.get('v'), ids, **more)
+      return jnp.sum(out.astype(jnp.float32) * weight[None, :, None]), out
+
+    return jax.jit(jax.value_and_grad(weighed, has_aux=True))
+
+  arrays = {'q': q, 'k': k} | ({} if v is None else {'v': v})
+  (_, out), found = loss(ops.attention, **settings(heads, implementation=name))(
+    arrays
+  )
+  wide = {n: x.astype(jnp.float32) for n, x in arrays.items()}
+  (_, want), wants = loss(naive, **settings(heads))(wide)
+  close(out, want, 4e-3)
+  assert not np.asarray(out, np.float32)[0, 112:].any()
+  for array in arrays:
+    assert found[array].dtype == jnp.bfloat16
+    close(found[array], wants[array], 6e-3)
+    assert not np.asarray(found[array], np.float32)[0, 112:].any()
+
+
+def test_float32_and_a_batch():
+  """Rows of a batch are apart, and T need be no multiple of the block."""
+  q, k, v = (
+    jnp.concatenate([a, b])
+    for a, b in zip(
+      draw(50, GROUPED, 2, jnp.float32),
+      draw(50, GROUPED, 3, jnp.float32),
+      strict=True,
+    )
+  )
+  ids = jnp.concatenate([segments(50, 50), segments(50, 16, 20, align=16)])
+  sizes = settings(GROUPED, block=16)
+  out = packed('reference', GROUPED, block=16)(q, k, v, ids)
+  np.testing.assert_allclose(
+    out, naive(q, k, v, ids, **sizes), rtol=1e-5, atol=1e-5
+  )
+
+
+@functools.cache
+def packed(name, heads, **more):
+  sizes = settings(heads, implementation=name) | more
+  return jax.jit(functools.partial(ops.attention, **sizes))
+
+
+@functools.cache
+def chunk(name, heads):
+  sizes = settings(heads, implementation=name)
+  del sizes['block']
+  return jax.jit(functools.partial(paged_attention.paged_attention, **sizes))
+
+
+def served(name, q, k, v, cut, heads, seed):
+  """A segment's rows through pages in any order, `cut` queries at a time."""
+  rng = np.random.default_rng(seed)
+  length = q.shape[1]
+  count = -(-length // BLOCK)
+  table = rng.permutation(count + 2)[:count]
+
+  def pages(x):
+    out = rng.normal(size=(count + 2, BLOCK, *x.shape[2:])).astype(x.dtype)
+    whole = np.zeros((count * BLOCK, *x.shape[2:]), x.dtype)
+    whole[:length] = x[0]
+    out[table] = whole.reshape(count, BLOCK, *x.shape[2:])
+    return jnp.asarray(out)
+
+  cache = pages(k), None if v is None else pages(v), jnp.asarray(table[None])
+  found = []
+  for start in range(0, length, cut):
+    some = np.zeros((1, cut, *q.shape[2:]), q.dtype)
+    some[:, : length - start] = q[:, start : start + cut]
+    place = start + np.arange(cut)
+    place = jnp.asarray(np.where(place < length, place, -1)[None])
+    found.append(chunk(name, heads)(jnp.asarray(some), *cache, place))
+  return jnp.concatenate(found, axis=1)[:, :length]
+
+
+@pytest.mark.parametrize('name', NAMES)
+@hypothesis.settings(
+  max_examples=3,
+  deadline=None,
+  derandomize=True,
+  phases=[hypothesis.Phase.generate],
+)
+@hypothesis.given(
+  before=st.integers(1, 128),
+  length=st.integers(65, 128),
+  seed=st.integers(0, 9),
+)
+def test_training_is_prefill_is_decoding(name, before, length, seed):
+  """One row has the same bits, whatever is packed, cut, or paged how."""
+  q, k, v = draw(256, GROUPED, seed)
+  ids = segments(256, before, length)
+  start = -(-before // BLOCK) * BLOCK
+  run = packed(name, GROUPED)
+  want = bits(run(q, k, v, ids)[:, start : start + length])
+  own = [x[:, start : start + length] for x in (q, k, v)]
+  room = [jnp.pad(x, ((0, 0), (0, 256 - length), (0, 0), (0, 0))) for x in own]
+  alone = run(*room, segments(256, length))[:, :length]
+  np.testing.assert_array_equal(bits(alone), want)
+  cut = 40 if seed % 2 else 1
+  if name != 'reference':
+    cut = 40  # each call takes a while
+  found = served(name, *own, cut, GROUPED, seed)
+  np.testing.assert_array_equal(bits(found), want)
+
+
+def test_training_is_decoding_inside_a_gradient():
+  """The plain implementation, as the trainer runs it: under value_and_grad."""
+  q, k, v = draw(192, ABSORBED)
+  ids = segments(192, 100, 60)
+  sizes = settings(ABSORBED, implementation='reference')
+
+  def loss(q):
+    out = ops.attention(q, k, v, ids, **sizes)
+    return jnp.sum(out.astype(jnp.float32)), out
+
+  (_, out), _ = jax.jit(jax.value_and_grad(loss, has_aux=True))(q)
+  own = q[:, 128:188], k[:, 128:188], None
+  found = served('reference', *own, 1, ABSORBED, 0)
+  np.testing.assert_array_equal(bits(found), bits(out[:, 128:188]))
+
+
+@needs_interpreter
+def test_bits_do_not_depend_on_tiles():
+  q, k, v = draw(256, GROUPED)
+  ids = segments(256, 100, 64)
+  found = [
+    bits(packed('gpu_interpret', GROUPED, tiles=tiles)(q, k, v, ids))
+    for tiles in (
+      gpu.Tiles(),
+      gpu.Tiles(overlap=True),
+      gpu.Tiles(stages=3, slots=2, turns=False, overlap=True),
+      gpu.Tiles(consumers=1, slots=2, turns=False),
+    )
+  ]
+  for other in found[1:]:
+    np.testing.assert_array_equal(other, found[0])
+
+
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=8)
+@hypothesis.given(
+  lengths=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+  align=st.sampled_from([1, 32]),
+)
+def test_items_cover_what_is_seen(lengths, align):
+  """Every pair that is seen lies in a listed block; unmasked ones are whole."""
+  t, rows, block = 512, 64, 32
+  starts, ends = ops.bounds(segments(t, *lengths, align=align))
+  low, high = np.asarray(starts), np.asarray(ends)
+  place = np.arange(t)[None]
+  seen = (place >= low[:, None]) & (place <= high[:, None])
+  for item in np.asarray(work.packed_items(starts, ends, rows, block, 1, 1)):
+    row, (first, middle, end) = item[0], item[5:]
+    part = seen[row : row + rows]
+    assert not part[:, : first * block].any()
+    assert not part[:, end * block :].any()
+    assert part[:, first * block : middle * block].all()
+  for row, _, first, end, middle, after in np.asarray(
+    work.key_items(starts, ends, rows, block, 1)
+  ):
+    part = seen[:, row : row + rows]
+    assert not part[: first * block].any() and not part[end * block :].any()
+    assert part[middle * block : after * block].all()
+    assert first <= middle <= after <= end
+
+
+def lowered(shape, tiles=None, gradient=False):
+  t = shape.rows * shape.tokens
+  some = lambda *size: jax.ShapeDtypeStruct(size, jnp.bfloat16)  # noqa: E731
+  bound = jax.ShapeDtypeStruct((t,), jnp.int32)
+  q, k = some(t, shape.heads, shape.key), some(t, shape.groups, shape.key)
+  v = None if shape.shared else some(t, shape.groups, shape.width)
+  sizes = dict(scale=0.1)
+  if gradient:
+    row = jax.ShapeDtypeStruct((t, shape.heads), jnp.float32)
+    dout = some(t, shape.heads, shape.width)
+    return mosaic.lower(
+      lambda *a: gpu_gradients.backward(*a, **sizes),
+      *(q, k, v, bound, bound, row, row, dout),
+    )
+  sizes |= dict(block=shape.block, width=shape.width, tiles=tiles)
+  return mosaic.lower(
+    lambda *a: gpu.forward(*a, **sizes), q, k, v, bound, bound
+  )
+
+
+@pytest.mark.parametrize('shape', shapes.TRAINING[::2] + shapes.TRAINING[3:4])
+def test_lowers_for_cuda(shape):
+  assert 'mosaic_gpu' in lowered(shape)
+  if shape.key > 64 and not shape.shared:
+    assert lowered(shape, gradient=True).count('mosaic_gpu') >= 2
+
+
+def test_lowers_without_overlap():
+  assert 'mosaic_gpu' in lowered(shapes.TRAINING[0], gpu.Tiles())
+
+
+def test_nothing():
+  q, k, v = draw(0, GROUPED)
+  out = ops.attention(q, k, v, segments(0), **settings(GROUPED))
+  assert out.shape == (1, 0, 2, 64)
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    (dict(q=(1, 8, 2, 32)), 'differ in the numbers of a head'),
+    (dict(q=(1, 8, 3, 64), k=(1, 8, 2, 64)), 'not a multiple of the 2'),
+    (dict(v=(1, 8, 1, 64), k=(1, 8, 2, 64)), 'in more than the last'),
+    (dict(v=None), 'width=0; without v'),
+    (dict(width=32), 'give width only where v is None'),
+    (dict(q=(1, 9, 2, 64)), r'\[B, T, H, K\]'),
+    (dict(ids=(1, 9)), r'segment_ids \(1, 9\) must be'),
+    (dict(scale=0.0), 'scale=0.0 must be above 0'),
+    (dict(dtype=jnp.float32), 'cast one'),
+    (dict(block=32, implementation='gpu'), 'takes 64 and 128'),
+    (
+      dict(q=(1, 8, 2, 96), k=(1, 8, 1, 96), implementation='gpu'),
+      'K=96, W=96; the GPU kernel takes multiples of 64',
+    ),
+    (dict(block=20, implementation='tpu'), 'takes multiples of 16'),
+    (dict(implementation='tpu'), 'the default device is a cpu'),
+  ],
+)
+def test_bad_input(change, message):
+  change = (
+    dict(q=(1, 8, 2, 64), k=(1, 8, 1, 64), v=(1, 8, 1, 64), ids=(1, 8))
+    | dict(scale=1.0, block=64, width=0, dtype=jnp.bfloat16)
+    | change
+  )
+  if change['k'] != (1, 8, 1, 64) and change['v'] == (1, 8, 1, 64):
+    change['v'] = change['v'] if 'in more' in message else change['k']
+  some = lambda size: size and jnp.zeros(size, jnp.bfloat16)  # noqa: E731
+  q, k, v = (some(change.pop(name)) for name in 'qkv')
+  ids = jnp.ones(change.pop('ids'), jnp.int32)
+  with pytest.raises(ValueError, match=message):
+    ops.attention(q.astype(change.pop('dtype')), k, v, ids, **change)
+
+
+def test_tiles_that_cannot_be():
+  with pytest.raises(ValueError, match='slots=3'):
+    gpu.Tiles(slots=3)
+  with pytest.raises(ValueError, match='consumers=3'):
+    gpu.Tiles(consumers=3)
+  with pytest.raises(ValueError, match='block=32'):
+    gpu_gradients.Tiles(block=32)
+  q, k, v = draw(64, GROUPED)
+  ids = segments(64, 64)
+  with pytest.raises(ValueError, match='fewer stages'):
+    ops.attention(
+      *(q, k, v, ids),
+      **settings(GROUPED, implementation='gpu_interpret'),
+      tiles=gpu.Tiles(stages=20),
+    )
+
+
+needs_gpu = pytest.mark.skipif(
+  mosaic.available() is not None, reason='needs a Hopper GPU'
+)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.filterwarnings('ignore:attention gradient runs through XLA')
+@pytest.mark.parametrize(
+  'heads', [(8, 2, 128, 128), (6, 2, 64, 64), (4, 4, 192, 128), ABSORBED]
+)
+def test_on_the_device(heads):
+  """Values, gradients, and bits in training, prefill and decoding."""
+  t, before, length = 1024, 333, 500
+  q, k, v = draw(t, heads)
+  ids = segments(t, before, length)
+  start = -(-before // BLOCK) * BLOCK
+  sizes = settings(heads, implementation='gpu')
+  arrays = (q, k) if v is None else (q, k, v)
+
+  def run(function, **more):
+    def weighed(*a):
+      out = function(*a[:2], a[2] if len(a) > 2 else None, ids, **more)
+      return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
+
+    every = tuple(range(len(arrays)))
+    return jax.jit(jax.value_and_grad(weighed, every, has_aux=True))
+
+  (_, out), found = run(ops.attention, **sizes)(*arrays)
+  wide = [x.astype(jnp.float32) for x in arrays]
+  with jax.default_matmul_precision('highest'):
+    (_, want), wants = run(naive, **settings(heads))(*wide)
+  close(out, want, 4e-3)
+  for got, exact in zip(found, wants, strict=True):
+    close(got, exact, 8e-3)
+  again = run(ops.attention, **sizes)(*arrays)[1]
+  for one, two in zip(found, again, strict=True):
+    np.testing.assert_array_equal(bits(one), bits(two))
+  own = [None if x is None else x[:, start : start + length] for x in (q, k, v)]
+  for cut in (1, 77, 500):
+    want = out[:, start : start + length]
+    found = served('gpu', *own, cut, heads, cut)
+    np.testing.assert_array_equal(bits(found), bits(want))

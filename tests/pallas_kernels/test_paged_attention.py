@@ -1,0 +1,173 @@
+"""Paged attention against a loop over sequences."""
+
+from implementations import NAMES
+from implementations import needs_interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import mosaic
+from pallas_kernels import paged_attention as ops
+from pallas_kernels.attention import gpu as packed_gpu
+from pallas_kernels.paged_attention import gpu
+from pallas_kernels.paged_attention import shapes
+
+# Sequences, queries, heads of queries and of keys, K, W, tokens a page.
+DECODING = (3, 1, 4, 2, 128, 128, 64)
+GUESSING = (2, 3, 4, 1, 64, 64, 64)
+PREFILLING = (1, 40, 4, 1, 64, 64, 64)
+ABSORBED = (2, 1, 64, 1, 576, 512, 64)
+
+
+def draw(sizes, seed=0):
+  """Queries, pages, table and positions; the last sequence has no query."""
+  n, queries, h, g, key, width, page = sizes
+  rng = np.random.default_rng(seed)
+  pages, most = 3 * n + 2, 3
+
+  def some(*size):
+    return jnp.asarray(rng.normal(size=size), jnp.bfloat16)
+
+  table = rng.permutation(pages)[: n * most].reshape(n, most)
+  first = rng.integers(0, page * most - queries + 1, n)
+  positions = first[:, None] + np.arange(queries)[None]
+  if n > 1:
+    positions[-1] = -1
+  v = None if sizes == ABSORBED else some(pages, page, g, width)
+  return (
+    some(n, queries, h, key),
+    some(pages, page, g, key),
+    v,
+    jnp.asarray(table, jnp.int32),
+    jnp.asarray(positions, jnp.int32),
+  )
+
+
+def by_hand(q, k_pages, v_pages, table, positions, width, scale):
+  """One query and head at a time, float64."""
+  q, k_pages = np.asarray(q, np.float64), np.asarray(k_pages, np.float64)
+  v_pages = k_pages[..., :width] if v_pages is None else v_pages
+  n, queries, h, _ = q.shape
+  share = h // k_pages.shape[2]
+  out = np.zeros((n, queries, h, v_pages.shape[-1]))
+  for i, j, head in np.ndindex(n, queries, h):
+    seen = int(positions[i, j]) + 1
+    if seen > 0:
+      keys, values = (
+        np.concatenate(np.asarray(x, np.float64)[np.asarray(table[i])])
+        for x in (k_pages, v_pages)
+      )
+      s = keys[:seen, head // share] @ q[i, j, head] * scale
+      p = np.exp(s - s.max())
+      out[i, j, head] = p @ values[:seen, head // share] / p.sum()
+  return out
+
+
+@pytest.mark.parametrize(
+  ('name', 'sizes'),
+  [(name, DECODING) for name in NAMES[:2]]
+  + [('reference', ABSORBED), ('tpu_interpret', ABSORBED)]
+  + [
+    pytest.param('gpu_interpret', sizes, marks=needs_interpreter)
+    for sizes in (DECODING, GUESSING, PREFILLING, ABSORBED)
+  ],
+)
+def test_values(name, sizes):
+  arrays = draw(sizes)
+  scale = sizes[4] ** -0.5
+  width = sizes[5] if arrays[2] is None else 0
+  got = jax.jit(
+    lambda *a: ops.paged_attention(
+      *a, scale=scale, width=width, implementation=name
+    )
+  )(*arrays)
+  want = by_hand(*arrays, width, scale)
+  got = np.asarray(got, np.float64)
+  assert np.linalg.norm(got - want) <= 4e-3 * np.linalg.norm(want)
+  if sizes[0] > 1:
+    assert not got[-1].any()
+
+
+def test_positions_of_the_first_query():
+  q, k, v, table, _ = draw(GUESSING)
+  some = dict(scale=0.1)
+  first = jnp.asarray([7, -1])
+  each = jnp.asarray([[7, 8, 9], [-1, -1, -1]])
+  np.testing.assert_array_equal(
+    ops.paged_attention(q, k, v, table, first, **some),
+    ops.paged_attention(q, k, v, table, each, **some),
+  )
+
+
+@pytest.mark.parametrize('shape', shapes.DECODING[1:] + shapes.PREFILLING)
+def test_lowers_for_cuda(shape):
+  n, count = shape.sequences, shape.tokens // shape.block
+  some = lambda *size: jax.ShapeDtypeStruct(size, jnp.bfloat16)  # noqa: E731
+  whole = lambda *size: jax.ShapeDtypeStruct(size, jnp.int32)  # noqa: E731
+  page = n * count, shape.block, shape.groups
+  text = mosaic.lower(
+    lambda *a: gpu.forward(*a, width=shape.width, scale=0.1),
+    some(n, shape.queries, shape.heads, shape.key),
+    some(*page, shape.key),
+    None if shape.shared else some(*page, shape.width),
+    whole(n, count),
+    whole(n, shape.queries),
+  )
+  assert 'mosaic_gpu' in text
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    (dict(table=(3, 3)), r'table \(3, 3\) must be \[N, M\] with N = 2'),
+    (dict(positions=(2, 2)), r'must be \[N, Q\] = \(2, 3\)'),
+    (dict(at=192), 'position 192 lies past the 3 pages of 64 tokens'),
+    (dict(k=(8, 64, 1, 32)), 'differ in the numbers of a head'),
+    (dict(v=None), 'width=0; without v'),
+    (dict(real=True), 'positions is float32; give integers'),
+    (dict(k=(8, 32, 1, 64), implementation='gpu'), 'takes 64 and 128'),
+    (dict(implementation='gpu'), 'the default device is a cpu'),
+  ],
+)
+def test_bad_input(change, message):
+  change = (
+    dict(k=(8, 64, 1, 64), v=(), table=(2, 3), positions=(2, 3), at=0)
+    | dict(real=False, implementation=None)
+    | change
+  )
+  k = jnp.zeros(change['k'], jnp.bfloat16)
+  v = None if change['v'] is None else k
+  positions = jnp.full(change['positions'], change['at'])
+  with pytest.raises(ValueError, match=message):
+    ops.paged_attention(
+      jnp.zeros((2, 3, 4, 64), jnp.bfloat16),
+      k,
+      v,
+      jnp.zeros(change['table'], jnp.int32),
+      positions.astype(jnp.float32) if change['real'] else positions,
+      scale=1.0,
+      implementation=change['implementation'],
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(mosaic.available() is not None, reason='needs a Hopper GPU')
+@pytest.mark.parametrize('sizes', [(9, 1, 32, 4, 128, 128, 128), ABSORBED])
+def test_on_the_device(sizes):
+  """Values, and bits with other sequences beside, other pages, other tiles."""
+  arrays = draw(sizes)
+  width, scale = sizes[5], sizes[4] ** -0.5
+  run = jax.jit(lambda *a: gpu.forward(*a, width=width, scale=scale))
+  out = np.asarray(run(*arrays))
+  want = by_hand(*arrays, width, scale)
+  assert np.linalg.norm(out - want) <= 4e-3 * np.linalg.norm(want)
+  q, k, v, table, positions = arrays
+  turned = lambda x: None if x is None else jnp.roll(x, 5, axis=0)  # noqa: E731
+  moved = (table + 5) % k.shape[0]
+  other = run(q[1:], turned(k), turned(v), moved[1:], positions[1:])
+  np.testing.assert_array_equal(np.asarray(other), out[1:])
+  if v is not None:
+    tiles = packed_gpu.Tiles(consumers=1, stages=2, turns=False, overlap=True)
+    other = gpu.forward(*arrays, width=width, scale=scale, tiles=tiles)
+    np.testing.assert_array_equal(np.asarray(other), out)
