@@ -5,7 +5,10 @@ Every check raises `ValueError` with the field, its value and the remedy.
 
 from __future__ import annotations
 
+import re
 import typing
+
+from composer.rewards import rubric
 
 if typing.TYPE_CHECKING:
   from composer import config
@@ -167,3 +170,79 @@ def check_parallel(experiment: config.Experiment) -> None:
     f'parallel.slack={parallel.slack} is under 1',
     'the buffers would not hold the mean load',
   )
+
+
+def check_tool_servers(session: config.SessionConfig) -> None:
+  if session.tool_servers:
+    from composer.environments import mcp  # few experiments have one
+
+    mcp.read_servers(session.tool_servers)
+
+
+def check_judge(judge: config.JudgeConfig) -> None:
+  """A rubric needs somebody who judges by it."""
+  criteria = rubric.read_rubric(judge.rubric)
+  if not criteria:
+    return
+  known = judge.endpoint.startswith(('http://', 'https://'))
+  require(
+    known or judge.endpoint == 'scripted',
+    f'judge.rubric has criteria and judge.endpoint={judge.endpoint!r}',
+    'give an OpenAI-compatible one, as https://HOST/v1, or scripted',
+  )
+  require(
+    not known or bool(judge.model),
+    f'judge.endpoint={judge.endpoint!r} without judge.model',
+    'name the model that judges',
+  )
+  for criterion in criteria if judge.endpoint == 'scripted' else ():
+    try:
+      re.compile(criterion.question)
+    except re.error as error:
+      raise ValueError(
+        f'judge.rubric: {criterion.name} is no regular expression ({error});'
+        ' judge.endpoint=scripted takes questions for patterns'
+      ) from error
+
+
+def check_tasks(experiment: config.Experiment) -> None:
+  tasks = experiment.tasks
+  if tasks.kind == 'repair':
+    return
+  require(
+    bool(tasks.path),
+    f'tasks.path is empty and tasks.kind={tasks.kind!r}',
+    'name the folder that holds the tasks',
+  )
+  require(
+    experiment.midtrain.steps == 0,
+    f'midtrain.steps={experiment.midtrain.steps} and tasks.kind={tasks.kind!r}:'
+    " mid-training renders sessions of 'repair' tasks",
+    'set midtrain.steps=0 and start from a checkpoint',
+  )
+
+
+def check_rows(experiment: config.Experiment) -> None:
+  """`bitwise` maps blocks of one number of rows, with two trips or more."""
+  if experiment.numerics.mode != 'bitwise':
+    return
+  block = experiment.numerics.row_block
+  midtrain, rl = experiment.midtrain, experiment.rl
+  for what, rows in (
+    ('engine.rows', experiment.engine.rows),
+    (
+      'rl.micro_batch x rl.sequence_length',
+      rl.micro_batch * rl.sequence_length,
+    ),
+    (
+      'midtrain.batch_size x midtrain.sequence_length',
+      midtrain.batch_size * midtrain.sequence_length,
+    ),
+  ):
+    require(
+      rows % block == 0 and rows >= 2 * block,
+      f'{what}={rows} is not a multiple, at least the double, of'
+      f' numerics.row_block={block}',
+      'bitwise numerics need blocks of one size, two or more; change either, or'
+      ' set numerics.mode=fast',
+    )

@@ -90,12 +90,13 @@ class NumericsConfig:
   expanded and decodes absorbed (not in `bitwise`: the two differ in last bits).
   """
 
-  mode: str = 'bitwise'  # or 'fast'
+  mode: str = 'bitwise'  # or 'aligned', 'fast'
   row_block: int = 64  # rows mapped at once in `bitwise`
   kv_block: int = 16  # tokens a KV block; segments start at its multiples
   moe: str = 'dense'  # or 'sorted': dropless dispatch by ragged products
   mla: str = 'absorbed'  # or 'expanded', 'split'
   compute: str = 'float32'  # or 'bfloat16': of activations and products
+  kernels: str = ''  # an implementation of `pallas_kernels`; '': by the mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +124,8 @@ class MidtrainConfig:
 @dataclasses.dataclass(frozen=True)
 class TasksConfig:
   kind: str = 'repair'
+  # Of kind 'repository', what `composer tasks build` wrote; of 'harbor', tasks.
+  path: str = ''
   seed: int = 0  # of the split and of the variable names
   held_out_bug_share: float = 0.25
   held_out_function_share: float = 0.2
@@ -140,21 +143,36 @@ class SessionConfig:
   temperature: float = 1.0
   max_seconds: float = 60.0
   observation_tokens: int = 6  # rendered first, then cut in the middle
+  max_tokens: int = 0  # sampled in all; 0: no limit but that of the turns
+  tool_servers: str = ''  # MCP, one a line: NAME [in machine] = COMMAND
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
+  """How much the engine does at once.
+
+  Pages are taken as a sequence grows. Where they run out, the sequence that
+  started last gives its own back and is computed again from its tokens later.
+  """
+
   rows: int = 128  # tokens (prefill and decode) of one step
   sequences: int = 128  # running at once
   pages: int = 2048  # KV pages of `numerics.kv_block` tokens
   max_context: int = 192  # tokens of one sequence
+  run_ahead: int = 0  # decode steps a dispatch; 0: 1 on a CPU, 16 elsewhere
+  on_new_weights: str = 'continue'  # on older keys and values; or 'restart'
+  draft: str = ''  # or 'ngram': what proposes tokens for one verifying step
+  draft_tokens: int = 4  # proposed at most a sequence and step
 
 
 @dataclasses.dataclass(frozen=True)
 class MachineConfig:
-  driver: str = 'namespace'  # or 'process': no isolation, trusted code only
+  driver: str = 'namespace'  # or 'microvm'; 'process': trusted code only
+  image: str = ''  # name or root filesystem; '': this system, or `base`
+  accelerator: str = 'auto'  # of microvm: kvm, tcg, or kvm if it boots
   start_timeout_s: float = 10.0
   exec_timeout_s: float = 10.0
+  exec_cpu_s: float = 20.0  # of a command, all its processes together
   memory_mb: int = 256
   processes: int = 32
   disk_mb: int = 16
@@ -164,8 +182,28 @@ class MachineConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MonitorConfig:
+  """What a signal of `rewards/monitors.py` costs, by its name.
+
+  'zero' takes all that the tests have earned, 'penalise' the share `penalty` of
+  it, 'report' nothing. Every signal is recorded.
+  """
+
+  edited_tests: str = 'penalise'
+  edited_configuration: str = 'penalise'
+  read_caches: str = 'report'
+  peeked: str = 'zero'
+  hard_coded: str = 'zero'
+  skipped_tests: str = 'penalise'
+  early_exit: str = 'zero'
+  tampered: str = 'zero'
+  probed: str = 'report'
+  penalty: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
 class RewardConfig:
-  """reward = tests_weight * tests - effort_weight * C(x) - kl_weight * k1.
+  """How parts make a reward (`rewards/combine.py`).
 
   C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)), the concave effort penalty.
   """
@@ -177,7 +215,33 @@ class RewardConfig:
   effort_per_turn: float = 0.5
   effort_per_call: float = 0.5
   effort_per_token: float = 0.02
+  effort_per_thinking_token: float = 0.0  # these four beside the one above
+  effort_per_call_token: float = 0.0
+  effort_per_output_token: float = 0.0  # what tools answered
+  effort_per_message_token: float = 0.0
+  judge_weight: float = 0.2  # of the part 'judge', where there is a rubric
   kl_weight: float = 0.0
+  monitors: MonitorConfig = MonitorConfig()  # of cheating
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeConfig:
+  """A rubric, and the model behind an endpoint that judges by it.
+
+  The endpoint's key is in the environment variable `key_env`, never in here.
+  """
+
+  rubric: str = ''  # one criterion a line: NAME | WEIGHT | QUESTION; '': none
+  endpoint: str = ''  # http(s)://HOST/v1, or 'scripted': questions are patterns
+  model: str = ''  # as the endpoint names it
+  key_env: str = 'OPENAI_API_KEY'
+  cache: str = ''  # directory of verdicts; '' keeps them in memory
+  timeout_s: float = 60.0  # of one call
+  retries: int = 4
+  backoff_s: float = 1.0  # before the first retry, doubled after each
+  max_tokens: int = 512  # of an answer
+  concurrent: int = 8  # calls at once
+  characters: int = 40_000  # of the work that is judged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +263,7 @@ class RLConfig:
   router_replay: bool = True
   plausibility: float = 0.0  # c; 0 replays always
   audit_every: int = 10  # steps
+  max_kept: int = 0  # ids at most that a cut token was drawn among; 0: none is
   lineage: str = 'drop'  # groups of an abandoned lineage: 'drop' or 'keep'
 
 
@@ -268,6 +333,7 @@ class Experiment:
   engine: EngineConfig = EngineConfig()
   machine: MachineConfig = MachineConfig()
   reward: RewardConfig = RewardConfig()
+  judge: JudgeConfig = JudgeConfig()
   rl: RLConfig = RLConfig()
   eval: EvalConfig = EvalConfig()
   weights: WeightsConfig = WeightsConfig()
@@ -495,7 +561,16 @@ def _check_type(path: str, kind: type, value: Any) -> Any:
 
 CHOICES: dict[str, tuple[str, ...]] = {
   'model.router': ('sigmoid', 'softmax'),
-  'numerics.mode': ('bitwise', 'fast'),
+  'numerics.mode': ('bitwise', 'aligned', 'fast'),
+  'numerics.kernels': (
+    '',
+    'xla',
+    'reference',
+    'gpu',
+    'tpu',
+    'gpu_interpret',
+    'tpu_interpret',
+  ),
   'numerics.moe': ('dense', 'sorted'),
   'numerics.mla': ('absorbed', 'expanded', 'split'),
   'numerics.compute': ('float32', 'bfloat16'),
@@ -509,7 +584,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
     'kimi-k2',
     'kimi-k2.5',
   ),
-  'tasks.kind': ('repair',),
+  'engine.on_new_weights': ('continue', 'restart'),
+  'engine.draft': ('', 'ngram'),
+  'tasks.kind': ('repair', 'repository', 'harbor'),
+  **{
+    f'reward.monitors.{field.name}': ('zero', 'penalise', 'report')
+    for field in dataclasses.fields(MonitorConfig)
+    if field.name != 'penalty'
+  },
   'machine.driver': ('namespace', 'process'),
   'rl.loss': ('clip', 'none', 'tis', 'icepop', 'cispo', 'gspo', 'decoupled'),
   'rl.lineage': ('drop', 'keep'),
@@ -534,8 +616,10 @@ MAY_BE_ZERO = frozenset(
     'midtrain.warmup_steps',
     'midtrain.weight_decay',
     'midtrain.router_bias_rate',
+    'engine.run_ahead',
     'tasks.seed',
     'session.max_summaries',
+    'session.max_tokens',
     'machine.warm',
     'reward.effort_weight',
     'reward.effort_k',
@@ -543,7 +627,14 @@ MAY_BE_ZERO = frozenset(
     'reward.effort_per_turn',
     'reward.effort_per_call',
     'reward.effort_per_token',
+    'reward.effort_per_thinking_token',
+    'reward.effort_per_call_token',
+    'reward.effort_per_output_token',
+    'reward.effort_per_message_token',
     'reward.kl_weight',
+    'reward.judge_weight',
+    'judge.retries',
+    'rl.max_kept',
     'rl.steps',
     'rl.staleness',
     'rl.warmup_steps',
@@ -565,6 +656,7 @@ SHARES = frozenset(
     'midtrain.demo_give_up',
     'tasks.held_out_bug_share',
     'tasks.held_out_function_share',
+    'reward.monitors.penalty',
     'rl.clip_low',
     'rl.plausibility',
   }
@@ -586,12 +678,15 @@ def validate(experiment: Experiment) -> Experiment:
     elif kind in (int, float):
       _check_range(path, value)
   _check_names(experiment)
+  checks.check_tasks(experiment)
+  checks.check_tool_servers(experiment.session)
+  checks.check_judge(experiment.judge)
   checks.check_model(experiment.model)
   checks.check_numerics(experiment.numerics)
   checks.check_parallel(experiment)
   _check_rl(experiment)
   _check_lengths(experiment)
-  _check_rows(experiment)
+  checks.check_rows(experiment)
   return experiment
 
 
@@ -688,36 +783,10 @@ def _check_lengths(experiment: Experiment) -> None:
     f' engine.max_context={engine.max_context}',
     'a segment must fit into one packed row, raise it',
   )
-  pages = engine.sequences * (engine.max_context // block)
+  pages = engine.max_context // block + 1  # one is scratch
   _require(
     engine.pages >= pages,
-    f'engine.pages={engine.pages} does not hold engine.sequences='
-    f'{engine.sequences} of engine.max_context={engine.max_context} tokens',
-    f'use {pages} or more, or fewer sequences',
+    f'engine.pages={engine.pages} does not hold one sequence of'
+    f' engine.max_context={engine.max_context} tokens',
+    f'use {pages} or more',
   )
-
-
-def _check_rows(experiment: Experiment) -> None:
-  """`bitwise` maps blocks of one number of rows, with two trips or more."""
-  if experiment.numerics.mode != 'bitwise':
-    return
-  block = experiment.numerics.row_block
-  midtrain, rl = experiment.midtrain, experiment.rl
-  for what, rows in (
-    ('engine.rows', experiment.engine.rows),
-    (
-      'rl.micro_batch x rl.sequence_length',
-      rl.micro_batch * rl.sequence_length,
-    ),
-    (
-      'midtrain.batch_size x midtrain.sequence_length',
-      midtrain.batch_size * midtrain.sequence_length,
-    ),
-  ):
-    _require(
-      rows % block == 0 and rows >= 2 * block,
-      f'{what}={rows} is not a multiple, at least the double, of'
-      f' numerics.row_block={block}',
-      'bitwise numerics need blocks of one size, two or more; change either, or'
-      ' set numerics.mode=fast',
-    )

@@ -253,7 +253,10 @@ def _reinforcement(
   )
   over = NamedSharding(mesh, PartitionSpec(mesh_lib.ROWS))
   padding = pack.empty_batch(
-    (1, 1), transformer.moe_layers(model), model.experts_per_token
+    (1, 1),
+    transformer.moe_layers(model),
+    model.experts_per_token,
+    rl.max_kept,
   )
   batch = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(

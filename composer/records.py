@@ -11,7 +11,7 @@ arrays only and may enter `jax.jit`. Plain frozen dataclasses (`Segment`,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import hashlib
 from typing import Any, Protocol
@@ -55,6 +55,9 @@ class Batch:
   versions: Array  # int32 [B, T]; -1 where not sampled
   weights: Array  # float32 [B, T]; 1/N at sampled tokens, else 0
   auditable: Array  # bool [B, T]
+  # int32 [B, T, J]: ids that the token was drawn among, then -1; -1 alone is
+  # all of them. None where no segment's distribution was cut.
+  kept: Array | None = None
 
 
 @struct.dataclass
@@ -88,9 +91,13 @@ class Segment:
     auditable: bool [T]; sampled, and the whole prefix was computed at the
       version that sampled it.
     stop_reason: why the segment ended: 'finished', 'summary', 'turns',
-      'seconds', 'context', or 'rewritten' (a later call changed its prefix).
+      'tokens', 'seconds', 'context', or 'rewritten' (a later call changed its prefix).
     parent: index in the trajectory of the segment whose summary this one starts
       from, or -1.
+    kept_ids, kept_offsets: int32 [n] and [T + 1], or None where no token's
+      distribution was cut: token t was drawn among
+      kept_ids[kept_offsets[t] : kept_offsets[t + 1]], or, where those are none,
+      among all. Its logprob is over those alone.
   """
 
   tokens: np.ndarray
@@ -102,6 +109,8 @@ class Segment:
   auditable: np.ndarray
   stop_reason: str
   parent: int
+  kept_ids: np.ndarray | None = None
+  kept_offsets: np.ndarray | None = None
 
   def __post_init__(self):
     length = len(self.tokens)
@@ -125,6 +134,24 @@ class Segment:
         f'Segment.logprobs is not finite at positions {where}; use 0 where a'
         ' token was not sampled'
       )
+    if (self.kept_ids is None) != (self.kept_offsets is None):
+      raise ValueError('Segment.kept_ids and kept_offsets: give both or none')
+    if self.kept_offsets is not None:
+      _check_kept(length, self.kept_ids, self.kept_offsets)
+
+
+def _check_kept(length: int, ids: np.ndarray, offsets: np.ndarray) -> None:
+  if (
+    len(offsets) != length + 1
+    or offsets[0] != 0
+    or offsets[-1] != len(ids)
+    or np.any(np.diff(offsets) < 0)
+  ):
+    raise ValueError(
+      f'Segment.kept_offsets must rise from 0 to the {len(ids)} kept ids in'
+      f' {length + 1} entries for {length} tokens; got {len(offsets)} from'
+      f' {offsets[:1].tolist()} to {offsets[-1:].tolist()}'
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,11 +223,12 @@ class Task:
     id: unique name, stable over runs.
     kind: name of the task family, e.g. 'repair'.
     instruction: what the model is asked to do, as text.
-    files: path -> text of the machine's workspace at the start.
+    files: path -> text or bytes of the machine's workspace at the start.
     tools: names of the tools that the session offers.
     test_command: argv that runs the visible tests in the workspace.
-    allowed: paths that may be carried to the clean machine for grading.
-    hidden_files: path -> text laid over the workspace of the clean machine.
+    allowed: paths that may be carried to the clean machine for grading; in one
+      with a `*` it stands for any text.
+    hidden_files: path -> contents laid over the workspace of the clean machine.
     hidden_command: argv that runs there; exit code 0 means solved.
     metadata: family-specific, JSON-able (function, bug, split, ...).
   """
@@ -208,11 +236,11 @@ class Task:
   id: str
   kind: str
   instruction: str
-  files: Mapping[str, str]
+  files: Mapping[str, str | bytes]
   tools: tuple[str, ...]
   test_command: tuple[str, ...]
   allowed: tuple[str, ...]
-  hidden_files: Mapping[str, str]
+  hidden_files: Mapping[str, str | bytes]
   hidden_command: tuple[str, ...]
   metadata: Mapping[str, Any]
 
@@ -221,9 +249,20 @@ class Task:
 class SampleRequest:
   """Asks for a continuation of `tokens` (the whole context, int32 [P]).
 
-  Sampling ends at the first token of `stop_tokens` (included in the answer) or
-  after `max_tokens`. Equal requests with equal seeds give equal answers at one
-  version, whatever else the engine serves.
+  Sampling ends at the first token of `stop_tokens`, at the end of the first of
+  `stop_sequences` (either is included in the answer), or after `max_tokens`.
+  Equal requests with equal seeds give equal answers at one version, whatever
+  else the engine serves.
+
+  The distribution is softmax(logits / temperature), cut to the `top_k` likeliest
+  tokens (0: all), then to the fewest of those that hold `top_p` of what they
+  hold together, then to those of at least `min_p` times the likeliest. Ties go
+  to the lower id. A temperature of 0 takes the argmax.
+
+  `mask` maps the tokens sampled so far, int32 [s], to the tokens that may come
+  next, bool [V]; it is called on the engine's thread before every token, which
+  then waits for the host. `on_tokens` is called on the requester's event loop
+  with every new piece of the answer, in order, before `sample` returns.
   """
 
   tokens: np.ndarray
@@ -231,6 +270,21 @@ class SampleRequest:
   stop_tokens: tuple[int, ...]
   temperature: float
   seed: int
+  top_p: float = 1.0
+  top_k: int = 0
+  min_p: float = 0.0
+  stop_sequences: tuple[tuple[int, ...], ...] = ()
+  mask: Callable[[np.ndarray], np.ndarray] | None = None
+  on_tokens: Callable[[Piece], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+  """The next s tokens of an answer under way; arrays as in `Completion`."""
+
+  tokens: np.ndarray  # int32 [s]
+  logprobs: np.ndarray  # float32 [s]
+  versions: np.ndarray  # int32 [s]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +301,15 @@ class Completion:
     computed_versions: int32 [P + S]; the version at which each token's keys and
       values were computed, -1 where they were not. A sampled token is auditable
       when every position before it was computed at the version that sampled it.
+      Where an answer under way was computed again (it had given its pages back,
+      or new weights restart it), this and `experts` stay as they were when the
+      token was first computed.
     stop_reason: 'stop', 'length' or 'context'.
+    kept_ids, kept_offsets: int32 [n] and [S + 1], where the request cut or
+      masked its distribution, else None: token s was drawn among
+      kept_ids[kept_offsets[s] : kept_offsets[s + 1]], ascending, and its
+      logprob is log_softmax(logits / T) over those alone. A greedy token was
+      drawn from nothing: all ids that its mask allows stand there.
   """
 
   tokens: np.ndarray
@@ -256,6 +318,8 @@ class Completion:
   experts: np.ndarray
   computed_versions: np.ndarray
   stop_reason: str
+  kept_ids: np.ndarray | None = None
+  kept_offsets: np.ndarray | None = None
 
 
 class Sampler(Protocol):

@@ -39,6 +39,8 @@ ARRAYS: dict[str, tuple[str, int]] = {
   'experts': ('int16', 3),
   'auditable': ('bool', 1),
 }
+# These too, where some token's distribution was cut.
+KEPT = {'kept_ids': ('int32', 1), 'kept_offsets': ('int32', 1)}
 
 
 def encode_segment(segment: Segment) -> bytes:
@@ -49,7 +51,8 @@ def encode_segment(segment: Segment) -> bytes:
       declares (nothing is cast silently).
   """
   arrays = {}
-  for name, (dtype, rank) in ARRAYS.items():
+  wanted = ARRAYS if segment.kept_ids is None else ARRAYS | KEPT
+  for name, (dtype, rank) in wanted.items():
     array = np.asarray(getattr(segment, name))
     if array.dtype != dtype or array.ndim != rank:
       raise ValueError(
@@ -86,7 +89,7 @@ def decode_segment(blob: bytes) -> Segment:
   except (safetensors.SafetensorError, KeyError, ValueError) as error:
     raise ValueError(f'the segment cannot be read: {error!r}') from error
   described = {k: (v.dtype.name, v.ndim) for k, v in arrays.items()}
-  if described != ARRAYS:
+  if described not in (ARRAYS, ARRAYS | KEPT):
     raise ValueError(f'the segment holds {described}; expected {ARRAYS}')
   return Segment(**arrays, stop_reason=stop_reason, parent=parent)
 

@@ -215,7 +215,7 @@ def test_defaults_are_valid():
     (['midtrain.python_share=1.5'], 'lies between 0 and 1'),
     (['rl.clip_low=-0.1'], 'lies between 0 and 1'),
     (['numerics.mode=bitwize'], "did you mean 'bitwise'"),
-    (['numerics.mode=exact'], 'choose one of bitwise, fast'),
+    (['numerics.mode=exact'], 'choose one of bitwise, aligned, fast'),
     (['machine.driver=docker'], 'choose one of namespace, process'),
     (['rl.loss=ppo'], r"rl\.loss='ppo' is not known.*clip, none, tis"),
     (['rl.lineage=maybe'], 'choose one of drop, keep'),
@@ -238,7 +238,7 @@ def test_defaults_are_valid():
     (['session.context_tokens=176'], r'engine\.max_context=192 does not hold'),
     (['engine.max_context=112'], r'does not hold session\.context_tokens=120'),
     (['rl.sequence_length=176'], r'shorter than engine\.max_context=192'),
-    (['engine.pages=1535'], 'use 1536 or more'),
+    (['engine.pages=12'], 'one sequence.*use 13 or more'),
     (
       ['engine.rows=64'],
       r'engine\.rows=64 is not a multiple, at least the dou',

@@ -119,6 +119,11 @@ def segments(draw):
 
   i32 = st.integers(-(2**31), 2**31 - 1)
   f32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+  kept = {}
+  if draw(st.booleans()):
+    counts = draw(st.lists(st.integers(0, 3), min_size=length, max_size=length))
+    kept['kept_offsets'] = np.cumsum([0, *counts], dtype=np.int32)
+    kept['kept_ids'] = array(np.int32, i32, (sum(counts),))
   return Segment(
     tokens=array(np.int32, i32),
     sampled=array(bool, st.booleans()),
@@ -129,6 +134,7 @@ def segments(draw):
     auditable=array(bool, st.booleans()),
     stop_reason=draw(st.text()),
     parent=draw(st.integers(-1, 9)),
+    **kept,
   )
 
 

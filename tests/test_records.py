@@ -27,6 +27,7 @@ ARRAYS = [
   field.name
   for field in dataclasses.fields(records.Segment)
   if field.name not in ('tokens', 'stop_reason', 'parent')
+  and not field.name.startswith('kept_')
 ]
 
 
@@ -45,6 +46,18 @@ def test_a_sentinel_is_not_a_logprob(value, at):
   logprobs[at] = value
   with pytest.raises(ValueError, match=rf'not finite at positions \[{at}\]'):
     segment(logprobs=logprobs)
+
+
+@pytest.mark.parametrize(
+  'offsets', [[0, 2], [0, 0, 0, 2, 2], [0, 0, 2, 1, 2, 2], [1, 1, 1, 2, 2, 2]]
+)
+def test_kept_ids_belong_to_tokens(offsets):
+  ids = np.array([3, 7], np.int32)
+  with pytest.raises(ValueError, match=r'must rise from 0 to the 2 kept ids'):
+    segment(kept_ids=ids, kept_offsets=np.array(offsets, np.int32))
+  with pytest.raises(ValueError, match='give both or none'):
+    segment(kept_ids=ids)
+  segment(kept_ids=ids, kept_offsets=np.array([0, 0, 0, 2, 2, 2], np.int32))
 
 
 def test_records_are_frozen():

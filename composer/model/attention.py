@@ -25,10 +25,12 @@ from composer import config as config_lib
 from composer import params as params_lib
 from composer.model import layers
 from composer.model import mla
+from composer.model import operations
 
 Array = jax.Array
 ModelConfig = config_lib.ModelConfig
 ParamSpec = params_lib.ParamSpec
+Operations = operations.Operations
 
 NEGATIVE = -1e30  # below any score; finite, so that no inf - inf arises
 
@@ -56,7 +58,13 @@ def spec(config: ModelConfig, stack: int) -> Any:
 
 
 def project(
-  p: Any, config: ModelConfig, form: str, x: Array, cos: Array, sin: Array
+  p: Any,
+  config: ModelConfig,
+  form: str,
+  x: Array,
+  cos: Array,
+  sin: Array,
+  ops: Operations = operations.PLAIN,
 ) -> tuple[Array, Array, Array | None]:
   """Queries [R, H, K] and keys, values [R, G, K] of rows x [R, D].
 
@@ -64,27 +72,34 @@ def project(
   that of latent attention, whose shapes `mla.project` gives.
   """
   if config.kv_lora:
-    return mla.project(p, config, form, x, cos, sin)
+    return mla.project(p, config, form, x, cos, sin, ops)
   d, h, g, k = config.width, config.heads, config.kv_heads, config.head_dim
-  y = layers.rms_norm(x, p['norm'], config.norm_eps)
-  qkv = (y @ p['qkv'].reshape(d, (h + 2 * g) * k)).reshape(-1, h + 2 * g, k)
+  y = layers.rms_norm(x, p['norm'], config.norm_eps, ops)
+  qkv = operations.matmul(ops, y, p['qkv'].reshape(d, (h + 2 * g) * k))
+  qkv = qkv.reshape(-1, h + 2 * g, k)
   turning = qkv[:, : h + g]
   if config.qk_norm:
-    q = layers.rms_norm(turning[:, :h], p['q_norm'], config.norm_eps)
-    keys = layers.rms_norm(turning[:, h:], p['k_norm'], config.norm_eps)
+    q = layers.rms_norm(turning[:, :h], p['q_norm'], config.norm_eps, ops)
+    keys = layers.rms_norm(turning[:, h:], p['k_norm'], config.norm_eps, ops)
     turning = jnp.concatenate([q, keys], axis=1)
   rotated = layers.rotate(turning, cos, sin)
   return rotated[:, :h], rotated[:, h:], qkv[:, h + g :]
 
 
 def combine_heads(
-  p: Any, config: ModelConfig, form: str, x: Array, heads: Array
+  p: Any,
+  config: ModelConfig,
+  form: str,
+  x: Array,
+  heads: Array,
+  ops: Operations = operations.PLAIN,
 ) -> Array:
   """x + heads W_o; x [R, D], heads [R, H, K] as the forms below give them."""
   if config.kv_lora:
-    return mla.combine_heads(p, config, form, x, heads)
+    return mla.combine_heads(p, config, form, x, heads, ops)
   rows, d = x.shape
-  return x + heads.reshape(rows, -1) @ p['out'].reshape(-1, d)
+  out = p['out'].reshape(-1, d)
+  return x + operations.matmul(ops, heads.reshape(rows, -1), out)
 
 
 def divisor(config: ModelConfig) -> float:

@@ -4,7 +4,8 @@ Everything here but the attention over keys is row-wise: row r of the result
 depends on row r of the argument alone. `map_rows` uses that. In `bitwise` it
 cuts the rows into blocks of one fixed number and loops over them, so that XLA
 compiles one body for one shape, and a row has the same bits whatever stands
-beside it. In `fast` the rows go through at once.
+beside it. Kernels that add in a fixed order need no such blocks, and in `fast`
+and `aligned` the rows go through at once.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ import numpy as np
 
 from composer import config as config_lib
 from composer import params as params_lib
+from composer.model import operations
 from pallas_kernels import dispatch
+from pallas_kernels import grouped_matmul
+from pallas_kernels import norm
 
 Array = jax.Array
 CACHE_ROWS = 256  # rows of a block that `fast` computes at once on a CPU
 ParamSpec = params_lib.ParamSpec
+Operations = operations.Operations
 
 DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16}
 
@@ -40,7 +45,7 @@ def map_rows(
   the context of what surrounds it.
   """
   rows, block = arrays[0].shape[0], numerics.row_block
-  if numerics.mode == 'fast':
+  if numerics.mode != 'bitwise' or operations.of(numerics).fixed:
     return in_cache(fn, CACHE_ROWS, *arrays)
   if rows % block or rows < 2 * block:
     raise ValueError(
@@ -108,11 +113,18 @@ def as_compute(numerics: config_lib.NumericsConfig, p: Any) -> Any:
   return jax.tree_util.tree_map_with_path(cast, p)
 
 
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+def rms_norm(
+  x: Array,
+  scale: Array,
+  eps: float,
+  ops: Operations = operations.PLAIN,
+) -> Array:
   """x / sqrt(mean(x^2) + eps) * scale, over the last axis, in float32.
 
   x [..., D], scale [D]; the result has the dtype of x.
   """
+  if ops.dense != operations.XLA:
+    return norm.rms_norm(x, scale, epsilon=eps, implementation=ops.dense)
   wide = x.astype(jnp.float32)
   mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
   scale = jnp.expand_dims(scale, tuple(range(x.ndim - 1)))
@@ -198,9 +210,19 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
   ).astype(x.dtype)
 
 
-def gated(x: Array, gate_up: Array) -> Array:
+def gated(
+  x: Array, gate_up: Array, ops: Operations = operations.PLAIN
+) -> Array:
   """silu(x W_gate) * (x W_up); x [R, D], gate_up [D, 2, F] -> [R, F]."""
   width, _, hidden = gate_up.shape
+  if ops.dense != operations.XLA:
+    return grouped_matmul.grouped_matmul(
+      x,
+      gate_up[None],
+      jnp.full((1,), x.shape[0], jnp.int32),
+      gated=True,
+      implementation=ops.dense,
+    )
   both = x @ gate_up.reshape(width, 2 * hidden)  # [R, 2 F]
   return jax.nn.silu(both[:, :hidden]) * both[:, hidden:]
 
@@ -217,7 +239,12 @@ def feed_forward_spec(config: config_lib.ModelConfig, layers: int) -> Any:
   }
 
 
-def feed_forward(p: Any, config: config_lib.ModelConfig, x: Array) -> Array:
+def feed_forward(
+  p: Any,
+  config: config_lib.ModelConfig,
+  x: Array,
+  ops: Operations = operations.PLAIN,
+) -> Array:
   """Residual dense feed-forward of one layer; x [R, D]."""
-  h = rms_norm(x, p['norm'], config.norm_eps)
-  return x + gated(h, p['gate_up']) @ p['down']
+  h = rms_norm(x, p['norm'], config.norm_eps, ops)
+  return x + operations.matmul(ops, gated(h, p['gate_up'], ops), p['down'])

@@ -14,9 +14,12 @@ import jax.numpy as jnp
 
 from composer import config as config_lib
 from composer.model import layers
+from composer.model import operations
+from pallas_kernels import token_logprob
 
 Array = jax.Array
 NumericsConfig = config_lib.NumericsConfig
+LOWEST = -1e30  # a logit of what cannot be drawn; finite, so that 0 x it is 0
 LOGITS = 2**27  # elements of [R, V] that `fast` holds at once: half a gigabyte
 
 
@@ -30,16 +33,30 @@ def unembedding(params: Any) -> Array:
   return params['unembed'] if 'unembed' in params else params['embed'].T
 
 
-def logits_rows(config, norm, unembed, x: Array, temperature: Array) -> Array:
+def logits_rows(
+  config,
+  norm,
+  unembed,
+  x: Array,
+  temperature: Array,
+  ops: operations.Operations = operations.PLAIN,
+) -> Array:
   """Logits over the temperature, float32 [R, V], of rows x [R, D]."""
-  h = layers.rms_norm(x, norm, config.norm_eps)
-  z = jnp.matmul(h, unembed.astype(h.dtype), preferred_element_type=jnp.float32)
+  h = layers.rms_norm(x, norm, config.norm_eps, ops)
+  z = operations.logits(ops, h, unembed.astype(h.dtype))
   return z / temperature[:, None]
 
 
-def logprob_rows(config, norm, unembed, x, target, temperature):
-  """(logprob [R], entropy [R]) of target [R] under softmax(logits / T)."""
+def logprob_rows(config, norm, unembed, x, target, temperature, kept=None):
+  """(logprob [R], entropy [R]) of target [R] under softmax(logits / T).
+
+  `kept` restricts the distribution; see `row_logprobs`.
+  """
   z = logits_rows(config, norm, unembed, x, temperature)
+  if kept is not None:
+    # Whichever way they are given, the rest is compiled alike.
+    among = jax.lax.optimization_barrier(_among(kept, config.vocab_size))
+    z = jnp.where(among, z, LOWEST)
   shifted = z - jnp.max(z, axis=-1, keepdims=True)
   weights = jnp.exp(shifted)
   total = jnp.sum(weights, axis=-1)
@@ -49,20 +66,47 @@ def logprob_rows(config, norm, unembed, x, target, temperature):
   return chosen - log_total, entropy
 
 
-def row_logprobs(config, numerics, norm, unembed, x, target, temperature):
+def _among(kept: Array, vocabulary: int) -> Array:
+  """bool [R, V]: what each row was drawn among."""
+  if kept.dtype == jnp.uint8:
+    return jnp.unpackbits(kept, axis=-1, count=vocabulary).astype(bool)
+  rows = jnp.arange(kept.shape[0])[:, None]
+  place = jnp.where(kept < 0, vocabulary, kept)  # beyond the last: dropped
+  among = jnp.zeros((kept.shape[0], vocabulary), bool)
+  among = among.at[rows, place].set(True, mode='drop')
+  return among | jnp.all(kept < 0, axis=-1, keepdims=True)
+
+
+def row_logprobs(
+  config, numerics, norm, unembed, x, target, temperature, kept=None
+):
   """Logprob and entropy of one target a row, in the mode's numerics.
 
-  The logits of all rows are never held at once: they go through in blocks, and
-  the backward pass computes a block's again.
+  The logits of all rows are never held at once: the kernel goes over the
+  vocabulary, XLA over blocks of rows, and the backward pass computes a block's
+  again.
 
   Args:
     config, numerics: static.
     norm: [D]; unembed: [D, V].
     x: [N, D]; target: int32 [N]; temperature: float32 [N].
+    kept: None, or what each row was drawn among, to renormalise over: int32
+      [N, J], ids, then -1 (-1 alone is all of them); or uint8 [N, ceil(V / 8)],
+      packed bits.
 
   Returns:
     (logprob [N], entropy [N]), float32.
   """
+  ops = operations.of(numerics)
+  if ops.sparse != operations.XLA and kept is None:
+    h = layers.rms_norm(x, norm, config.norm_eps, ops)
+    return token_logprob.token_logprob(
+      h,
+      unembed.astype(h.dtype),
+      target,
+      temperature,
+      implementation=ops.sparse,
+    )
 
   def rows(*block):
     # One array: were they two, a caller that drops the entropy would get
@@ -70,10 +114,11 @@ def row_logprobs(config, numerics, norm, unembed, x, target, temperature):
     return jnp.stack(logprob_rows(config, norm, unembed, *block), axis=-1)
 
   block = max(LOGITS // config.vocab_size // 256, 1) * 256
-  if numerics.mode == 'fast' and x.shape[0] > block:
-    both = layers.in_blocks(rows, block, x, target, temperature)
+  arrays = (x, target, temperature, *(() if kept is None else (kept,)))
+  if numerics.mode != 'bitwise' and x.shape[0] > block:
+    both = layers.in_blocks(rows, block, *arrays)
   else:
-    both = layers.map_rows(rows, numerics, x, target, temperature)
+    both = layers.map_rows(rows, numerics, *arrays)
   return both[:, 0], both[:, 1]
 
 
@@ -82,15 +127,17 @@ def _row_logprobs_forward(config, numerics, *args):
 
 
 def _row_logprobs_backward(config, numerics, args, cotangents):
-  norm, unembed, x, target, temperature = args
+  norm, unembed, x, target, temperature, kept = args
 
   fast = as_fast(numerics)
 
   def again(norm, unembed, x):
-    return row_logprobs(config, fast, norm, unembed, x, target, temperature)
+    return row_logprobs(
+      config, fast, norm, unembed, x, target, temperature, kept
+    )
 
   _, pull = jax.vjp(again, norm, unembed, x)
-  return *pull(cotangents), None, None
+  return *pull(cotangents), None, None, None
 
 
 row_logprobs_fixed = jax.custom_vjp(row_logprobs, nondiff_argnums=(0, 1))

@@ -25,10 +25,12 @@ import jax.numpy as jnp
 from composer import config as config_lib
 from composer import params as params_lib
 from composer.model import layers
+from composer.model import operations
 
 Array = jax.Array
 ModelConfig = config_lib.ModelConfig
 ParamSpec = params_lib.ParamSpec
+Operations = operations.Operations
 
 FORMS = ('expanded', 'absorbed')
 # Of the norms of the two latents: the published models of this family were
@@ -92,39 +94,54 @@ def divisor(config: ModelConfig) -> float:
 
 
 def queries(
-  p: Any, config: ModelConfig, y: Array, cos: Array, sin: Array
+  p: Any,
+  config: ModelConfig,
+  y: Array,
+  cos: Array,
+  sin: Array,
+  ops: Operations = operations.PLAIN,
 ) -> Array:
   """[R, H, nope + rope] of normalised rows y [R, D], the rope part turned."""
   h, key = config.heads, config.nope_dim + config.rope_dim
   if config.q_lora:
-    down = y @ p['q_down']
-    y = layers.rms_norm(down, p['q_down_norm'], LATENT_EPS)
-    q = y @ p['q_up'].reshape(-1, h * key)
+    down = operations.matmul(ops, y, p['q_down'])
+    y = layers.rms_norm(down, p['q_down_norm'], LATENT_EPS, ops)
+    q = operations.matmul(ops, y, p['q_up'].reshape(-1, h * key))
   else:
-    q = y @ p['q'].reshape(-1, h * key)
+    q = operations.matmul(ops, y, p['q'].reshape(-1, h * key))
   q = q.reshape(-1, h, key)
   turned = layers.rotate(q[..., config.nope_dim :], cos, sin)
   return jnp.concatenate([q[..., : config.nope_dim], turned], axis=-1)
 
 
 def latents(
-  p: Any, config: ModelConfig, y: Array, cos: Array, sin: Array
+  p: Any,
+  config: ModelConfig,
+  y: Array,
+  cos: Array,
+  sin: Array,
+  ops: Operations = operations.PLAIN,
 ) -> Array:
   """[R, kv_lora + rope]: normed latent, then rotary key, of y [R, D]."""
   c = config.kv_lora
-  down = y @ p['kv_down']
-  latent = layers.rms_norm(down[:, :c], p['kv_norm'], LATENT_EPS)
+  down = operations.matmul(ops, y, p['kv_down'])
+  latent = layers.rms_norm(down[:, :c], p['kv_norm'], LATENT_EPS, ops)
   turned = layers.rotate(down[:, None, c:], cos, sin)[:, 0]
   return jnp.concatenate([latent, turned], axis=-1)
 
 
-def expand(p: Any, config: ModelConfig, latent: Array) -> tuple[Array, Array]:
+def expand(
+  p: Any,
+  config: ModelConfig,
+  latent: Array,
+  ops: Operations = operations.PLAIN,
+) -> tuple[Array, Array]:
   """Keys [R, H, nope + rope] and values [R, H, value] of latents [R, C + rope].
 
   Row-wise: context parallelism gathers latents and expands where they arrive.
   """
   h, c, nope = config.heads, config.kv_lora, config.nope_dim
-  up = latent[:, :c] @ p['kv_up'].reshape(c, -1)
+  up = operations.matmul(ops, latent[:, :c], p['kv_up'].reshape(c, -1))
   up = up.reshape(-1, h, nope + config.value_dim)
   shared = jnp.broadcast_to(
     latent[:, None, c:], (latent.shape[0], h, config.rope_dim)
@@ -132,15 +149,25 @@ def expand(p: Any, config: ModelConfig, latent: Array) -> tuple[Array, Array]:
   return jnp.concatenate([up[..., :nope], shared], axis=-1), up[..., nope:]
 
 
-def absorb(p: Any, config: ModelConfig, q: Array) -> Array:
+def absorb(
+  p: Any, config: ModelConfig, q: Array, ops: Operations = operations.PLAIN
+) -> Array:
   """Queries over latents [R, H, C + rope] of queries q [R, H, nope + rope]."""
   nope = config.nope_dim
-  over = jnp.einsum('rhn,chn->rhc', q[..., :nope], p['kv_up'][..., :nope])
+  over = operations.per_head(
+    ops, q[..., :nope], jnp.transpose(p['kv_up'][..., :nope], (1, 2, 0))
+  )
   return jnp.concatenate([over, q[..., nope:]], axis=-1)
 
 
 def project(
-  p: Any, config: ModelConfig, form: str, x: Array, cos: Array, sin: Array
+  p: Any,
+  config: ModelConfig,
+  form: str,
+  x: Array,
+  cos: Array,
+  sin: Array,
+  ops: Operations = operations.PLAIN,
 ) -> tuple[Array, Array, Array | None]:
   """Queries, keys and values of rows x [R, D], in one of `FORMS`.
 
@@ -149,20 +176,26 @@ def project(
     absorbed: [R, H, C + rope], [R, 1, C + rope], and None: the values are the
       first C numbers of the keys.
   """
-  y = layers.rms_norm(x, p['norm'], config.norm_eps)
-  q = queries(p, config, y, cos, sin)
-  latent = latents(p, config, y, cos, sin)
+  y = layers.rms_norm(x, p['norm'], config.norm_eps, ops)
+  q = queries(p, config, y, cos, sin, ops)
+  latent = latents(p, config, y, cos, sin, ops)
   if form == 'absorbed':
-    return absorb(p, config, q), latent[:, None], None
-  return q, *expand(p, config, latent)
+    return absorb(p, config, q, ops), latent[:, None], None
+  return q, *expand(p, config, latent, ops)
 
 
 def combine_heads(
-  p: Any, config: ModelConfig, form: str, x: Array, heads: Array
+  p: Any,
+  config: ModelConfig,
+  form: str,
+  x: Array,
+  heads: Array,
+  ops: Operations = operations.PLAIN,
 ) -> Array:
   """x + heads W_o; x [R, D], heads [R, H, value] or, absorbed, [R, H, C]."""
   if form == 'absorbed':
     up = p['kv_up'][..., config.nope_dim :]
-    heads = jnp.einsum('rhc,chv->rhv', heads, up)
+    heads = operations.per_head(ops, heads, jnp.swapaxes(up, 0, 1))
   rows, d = x.shape
-  return x + heads.reshape(rows, -1) @ p['out'].reshape(-1, d)
+  out = p['out'].reshape(-1, d)
+  return x + operations.matmul(ops, heads.reshape(rows, -1), out)

@@ -21,6 +21,7 @@ from composer import mesh as mesh_lib
 from composer import params as params_lib
 from composer.model import exchange
 from composer.model import layers
+from composer.model import operations
 
 Array = jax.Array
 ModelConfig = config_lib.ModelConfig
@@ -161,7 +162,9 @@ def _plausible(
   return experts
 
 
-def experts_dense(p: Any, x: Array, routed: Routed) -> Array:
+def experts_dense(
+  p: Any, x: Array, routed: Routed, ops: operations.Operations
+) -> Array:
   """Every expert on every row, weighted by its gate or 0; x [R, D].
 
   The fast path on CPU at small widths, and independent of the other rows. The
@@ -171,29 +174,32 @@ def experts_dense(p: Any, x: Array, routed: Routed) -> Array:
   e, d, _, f = p['gate_up'].shape
   rows = x.shape[0]
   into = jnp.transpose(p['gate_up'], (1, 2, 0, 3)).reshape(d, 2, e * f)
-  hidden = layers.gated(x, into).reshape(rows, e, f)
+  hidden = layers.gated(x, into, ops).reshape(rows, e, f)
   one_hot = routed.experts[..., None] == jnp.arange(e)[None, None]  # [R, K, E]
   gates = jnp.sum(jnp.where(one_hot, routed.gates[..., None], 0.0), axis=1)
   weighted = (hidden * gates[..., None]).reshape(rows, e * f)
-  return weighted.astype(x.dtype) @ p['down'].reshape(e * f, d)
+  return operations.matmul(
+    ops, weighted.astype(x.dtype), p['down'].reshape(e * f, d)
+  )
 
 
-def experts_sorted(p: Any, x: Array, routed: Routed) -> Array:
+def experts_sorted(
+  p: Any, x: Array, routed: Routed, ops: operations.Operations
+) -> Array:
   """Dropless dispatch: rows sorted by expert, one ragged product each.
 
   The combination gathers a row's K results and adds them in slot order, in
   float32; nothing is scattered, nothing is dropped.
   """
-  e, d, _, f = p['gate_up'].shape
+  e, d = p['gate_up'].shape[:2]
   rows, k = routed.experts.shape
   flat = routed.experts.reshape(-1)  # [R K]
   order = jnp.argsort(flat, stable=True)
   sizes = jnp.bincount(flat, length=e).astype(jnp.int32)
   sorted_rows = x[order // k]  # [R K, D]
-  into = p['gate_up'].reshape(e, d, 2 * f)
-  both = jax.lax.ragged_dot(sorted_rows, into, sizes)
-  hidden = jax.nn.silu(both[:, :f]) * both[:, f:]
-  out = jax.lax.ragged_dot(hidden, p['down'], sizes)  # [R K, D]
+  out = operations.experts(
+    ops, sorted_rows, p['gate_up'], p['down'], sizes
+  )  # [R K, D]
   slots = out[jnp.argsort(order)].reshape(rows, k, d)
   total = jnp.zeros((rows, d), jnp.float32)
   for slot in range(k):
@@ -212,6 +218,7 @@ def moe(
   replay: Array | None,
   plausibility: float,
   layout: mesh_lib.Layout | None = None,
+  ops: operations.Operations = operations.PLAIN,
 ) -> tuple[Array, Array, Array]:
   """Residual MoE of one layer: x [R, D] -> (x', experts, native [R, K]).
 
@@ -221,13 +228,14 @@ def moe(
     raise ValueError(
       f'unknown MoE implementation {implementation!r}; known: {sorted(EXPERTS)}'
     )
-  h = layers.rms_norm(x, p['norm'], config.norm_eps)
-  logits = h.astype(jnp.float32) @ p['router']
+  h = layers.rms_norm(x, p['norm'], config.norm_eps, ops)
+  logits = operations.wide_matmul(ops, h, p['router'])
   routed = route(logits, p.get('router_bias'), config, replay, plausibility)
   if layout is None:
-    out = EXPERTS[implementation](p, h, routed)
+    out = EXPERTS[implementation](p, h, routed, ops)
   else:
     out = exchange.experts_exchanged(layout, p, h, routed.experts, routed.gates)
   if config.shared_experts:
-    out = out + layers.gated(h, p['shared_gate_up']) @ p['shared_down']
+    hidden = layers.gated(h, p['shared_gate_up'], ops)
+    out = out + operations.matmul(ops, hidden, p['shared_down'])
   return x + out, routed.experts, routed.native

@@ -157,10 +157,13 @@ def forward(
 
 
 def token_logprob(
-  params, config, numerics, layout, hidden, tokens, temperatures
+  params, config, numerics, layout, hidden, tokens, temperatures, kept=None
 ):
-  """`transformer.token_logprob` of whole rows, on every device of `context`, from its own
-  hidden states [B, T / CP, D]: each scores the tokens that follow its own."""
+  """`transformer.token_logprob` of whole rows, on every device of `context`.
+
+  From its own hidden states [B, T / CP, D]: each scores the tokens that follow
+  its own.
+  """
   b, t, d = hidden.shape
   specs = trunk.spec(config)
   names = ['final_norm', 'embed' if config.tie_embeddings else 'unembed']
@@ -172,7 +175,8 @@ def token_logprob(
   )
 
   def following(x):
-    return parallel.own(layout, jnp.roll(x, -1, axis=1)).reshape(-1)
+    own = parallel.own(layout, jnp.roll(x, -1, axis=1))
+    return own.reshape(b * t, *own.shape[2:])
 
   # In float32, so that the gradients of all blocks are added up in it.
   unembed = logprobs.unembedding(p).astype(jnp.float32)
@@ -188,6 +192,7 @@ def token_logprob(
     hidden.reshape(b * t, d),
     following(tokens),
     following(temperatures),
+    *(() if kept is None else (following(kept),)),
   )
   both = parallel.whole(layout, both.reshape(b, t, 2))
   both = jnp.roll(both, 1, axis=1)

@@ -56,7 +56,10 @@ class Tokenizer:
   Attributes:
     fingerprint: hash of the file, to tell tokenizers apart in checkpoints.
     vocab_size: number of ids, V.
+    names: id -> special token.
   """
+
+  names = dict(enumerate(SPECIALS))
 
   def __init__(self, text: str):
     self.fingerprint = hashlib.blake2b(
@@ -110,7 +113,15 @@ class Tokenizer:
         f'token id {outside[0]} is outside the vocabulary of'
         f' {self.vocab_size}; was it sampled from another model?'
       )
-    return b''.join(self._bytes[i] for i in ids).decode('utf-8', 'replace')
+    return self.to_bytes(ids).decode('utf-8', 'replace')
+
+  def to_bytes(self, ids: Iterable[int]) -> bytes:
+    """The bytes that token ids, all of them in the vocabulary, stand for."""
+    return b''.join([self._bytes[i] for i in ids])
+
+  def has(self, i: int) -> bool:
+    """Whether `i` is the id of a token."""
+    return 0 <= i < self.vocab_size
 
   def token_id(self, piece: str) -> int:
     """Id of a special ('<end>') or of a piece with its space (' L3').

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 from flax import struct
@@ -28,6 +29,7 @@ from composer.model import attention
 from composer.model import layers
 from composer.model import logprobs
 from composer.model import mla
+from composer.model import operations
 from composer.model import sharded
 from composer.model import trunk
 
@@ -71,9 +73,14 @@ def _layer(
     cos,
     sin,
   )
-  scores = trunk.score_arguments(config, form)
-  if numerics.mode == 'fast':
-    packed = jax.tree.map(lambda a: a.reshape(b, t, *a.shape[1:]), qkv)
+  scores, ops = trunk.score_arguments(config, form), operations.of(numerics)
+  packed = jax.tree.map(lambda a: a.reshape(b, t, *a.shape[1:]), qkv)
+  if ops.sparse != operations.XLA:
+    heads = operations.attention(
+      ops, *packed, segment_ids, block=numerics.kv_block, **scores
+    )
+    heads = heads.reshape(b * t, *heads.shape[2:])
+  elif numerics.mode == 'fast':
     heads = layers.in_cache(
       functools.partial(attention.dense, **scores),
       CACHE_BATCH,
@@ -228,6 +235,7 @@ def token_logprob(
   tokens: Array,
   temperatures: Array,
   layout: mesh_lib.Layout | None = None,
+  kept: Array | None = None,
 ) -> tuple[Array, Array]:
   """Logprob of each token given those before it, and that step's entropy.
 
@@ -237,6 +245,7 @@ def token_logprob(
     temperatures: float32 [B, T], of the token's own sampling.
     layout: static; `hidden` then is of the device's own tokens, all else of
       whole rows, and so is the result.
+    kept: int32 [B, T, J], see `records.Batch`.
 
   Returns:
     two float32 [B, T]; entry t comes from the hidden state at t - 1. The first
@@ -244,7 +253,7 @@ def token_logprob(
   """
   if layout is not None:
     return sharded.token_logprob(
-      params, config, numerics, layout, hidden, tokens, temperatures
+      params, config, numerics, layout, hidden, tokens, temperatures, kept
     )
   b, t, d = hidden.shape
   before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
@@ -257,6 +266,7 @@ def token_logprob(
     before.reshape(b * t, d),
     tokens.reshape(-1),
     temperatures.reshape(-1),
+    None if kept is None else kept.reshape(b * t, -1),
   )
   return logprob.reshape(b, t), entropy.reshape(b, t)
 
@@ -289,6 +299,34 @@ def init_cache(
   return Cache(*empty)
 
 
+def split_layers(params: Any) -> Any:
+  """Stacked layers as a tuple of layers, which `step` runs without a loop.
+
+  A loop cuts every layer's parameters out of the stack before it multiplies;
+  where a step is short, that and the loop itself are much of its time.
+  """
+
+  def split(stack: Any) -> tuple[Any, ...]:
+    count = jax.tree.leaves(stack)[0].shape[0]
+    return tuple(
+      jax.tree.map(operator.itemgetter(i), stack) for i in range(count)
+    )
+
+  stacks = {n: split(params[n]) for n in ('dense', 'layers') if n in params}
+  return {**params, **stacks}
+
+
+def _over_layers(body: Any, carry: Any, stack: Any) -> tuple[Any, Any]:
+  """`scan`, or the same of a tuple of layers."""
+  if not isinstance(stack, tuple):
+    return jax.lax.scan(body, carry, stack)
+  results, once = [], jax.jit(body)  # traced, and its kernels made, once
+  for layer in stack:
+    carry, result = once(carry, layer)
+    results.append(result)
+  return carry, jax.tree.map(lambda *x: jnp.stack(x), *results)
+
+
 def step(
   params: Any,
   config: ModelConfig,
@@ -305,6 +343,7 @@ def step(
   one sequence may be in the same step.
 
   Args:
+    params: as `forward` takes them, or `split_layers` of it.
     tokens, positions: int32 [N].
     table: int32 [N, M]; pages of each row's sequence; row 0s are scratch.
     layout: static; rows, cache and experts are this device's, inside of
@@ -315,7 +354,7 @@ def step(
   """
   n = tokens.shape[0]
   block, form = numerics.kv_block, mla.form(numerics, training=False)
-  scores = trunk.score_arguments(config, form)
+  scores, ops = trunk.score_arguments(config, form), operations.of(numerics)
   pages = cache.keys.shape[0] // config.layers
   cos, sin = trunk.rope(config, positions, table.shape[1] * block)
   page = jnp.take_along_axis(table, positions[:, None] // block, axis=1)[:, 0]
@@ -335,13 +374,18 @@ def step(
     keys = keys.at[base + page, offset].set(k)
     if v is not None:
       values = values.at[base + page, offset].set(v)
-    heads = layers.map_rows(
-      lambda *rows: attention.paged(*rows, keys, values, **scores),
-      numerics,
-      q,
-      positions,
-      base + table,
-    )
+    if ops.sparse != operations.XLA:
+      heads = operations.paged_attention(
+        ops, q, positions, base + table, keys, values, **scores
+      )
+    else:
+      heads = layers.map_rows(
+        lambda *rows: attention.paged(*rows, keys, values, **scores),
+        numerics,
+        q,
+        positions,
+        base + table,
+      )
     finish = functools.partial(
       trunk.finish, p, config, numerics, form, 0.0, layout=layout
     )
@@ -355,8 +399,8 @@ def step(
   carry = (x, jnp.int32(0), cache.keys, cache.values)
   used = jnp.zeros((0, n, config.experts_per_token), jnp.int32)
   if config.dense_layers:
-    carry, _ = jax.lax.scan(body, carry, params['dense'])
+    carry, _ = _over_layers(body, carry, params['dense'])
   if moe_layers(config):
-    carry, used = jax.lax.scan(body, carry, params['layers'])
+    carry, used = _over_layers(body, carry, params['layers'])
   x, _, keys, values = carry
   return x, jnp.moveaxis(used, 0, 1).astype(jnp.int16), Cache(keys, values)

@@ -18,6 +18,7 @@ from composer import params as params_lib
 from composer.model import attention
 from composer.model import layers
 from composer.model import moe
+from composer.model import operations
 
 Array = jax.Array
 ModelConfig = config_lib.ModelConfig
@@ -75,13 +76,13 @@ def finish(
   layout: mesh_lib.Layout | None = None,
 ) -> tuple[Array, Array, Array]:
   """Attention's output to the layer's output; rows [R, ...]."""
-  p = layers.as_compute(numerics, p)
-  x = attention.combine_heads(p['attention'], config, form, x, heads)
+  p, ops = layers.as_compute(numerics, p), operations.of(numerics)
+  x = attention.combine_heads(p['attention'], config, form, x, heads, ops)
   if 'mlp' in p:
     none = jnp.zeros((x.shape[0], 0), jnp.int32)
-    return layers.feed_forward(p['mlp'], config, x), none, none
+    return layers.feed_forward(p['mlp'], config, x, ops), none, none
   return moe.moe(
-    p['moe'], config, numerics.moe, x, replay, plausibility, layout
+    p['moe'], config, numerics.moe, x, replay, plausibility, layout, ops
   )
 
 
@@ -96,7 +97,8 @@ def project(
 ) -> tuple[Array, Array, Array | None]:
   """The layer's input to queries, keys and values; rows [R, ...]."""
   p = layers.as_compute(numerics, p['attention'])
-  return attention.project(p, config, form, x, cos, sin)
+  ops = operations.of(numerics)
+  return attention.project(p, config, form, x, cos, sin, ops)
 
 
 def rope(

@@ -90,6 +90,7 @@ def score_segments(step, params, segments, config, model, kv_block):
     shape[2],
     config.loss_tokens,
     model.experts,
+    config.max_kept,
   )
   replayed, native, flips, layers = [], [], [], []
   for batch in batches:

@@ -23,6 +23,7 @@ from composer.records import Segment
 from composer.records import Trajectory
 from composer.rewards.combine import ALL_PARTS
 from composer.rewards.combine import combine
+from composer.rewards.combine import earned
 from composer.rl.advantage import group_advantages
 from composer.rl.advantage import is_equal
 from composer.rl.advantage import k1_kl
@@ -32,6 +33,7 @@ TRAIN = 'train'
 DUPLICATE = 'duplicate'
 REASONS = ('equal', 'stale', 'infrastructure', 'lineage')
 VERIFIABLE_PART = 'tests'
+JUDGED_PART = 'judge'  # there where the config has a rubric
 # A trajectory that ended so was not the model's doing and takes no part.
 LOST = 'infrastructure'
 
@@ -265,7 +267,8 @@ def judge(
     'lineage': a sampled token is of an abandoned lineage and the policy is
       'drop', or of a version that this trainer has not published at all.
     'stale': its oldest sampled token is older than the bound.
-    'equal': the verifiable parts of its trajectories agree.
+    'equal': the verifiable parts of its trajectories agree, and the verdicts
+      of a judge where there is one.
     'train': anything else.
 
   Args:
@@ -292,7 +295,8 @@ def judge(
     return 'lineage'
   if staleness(group, trainer_version)[0] > staleness_bound:
     return 'stale'
-  if is_equal([_verifiable(t) for t in trajectories]):
+  judged = [t.reward_parts.get(JUDGED_PART, 0.0) for t in trajectories]
+  if is_equal([_verifiable(t) for t in trajectories]) and is_equal(judged):
     return 'equal'
   return TRAIN
 
@@ -414,4 +418,4 @@ def _verifiable(trajectory: Trajectory) -> float:
       f' {sorted(trajectory.reward_parts)}); an ungraded rollout is lost to'
       ' infrastructure, not equal to another'
     )
-  return trajectory.reward_parts[VERIFIABLE_PART]
+  return earned(trajectory.reward_parts)

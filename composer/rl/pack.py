@@ -52,6 +52,7 @@ def pack(
   experts_per_token: int,
   loss_tokens: int | None = None,
   experts: int | None = None,
+  max_kept: int = 0,
 ) -> tuple[list[Batch], list[Placement]]:
   """Packs the segments of one global step.
 
@@ -66,6 +67,8 @@ def pack(
       sampled tokens of `items`.
     experts: E, of which routes name `experts_per_token` distinct ones, or -1;
       None leaves the routes unchecked.
+    max_kept: J, ids at most that a token whose distribution was cut was drawn
+      among; 0 where none was.
 
   Returns:
     Micro-batches of numpy arrays [B, T], with segments counted from 1 in each
@@ -74,13 +77,14 @@ def pack(
 
   Raises:
     ValueError: for a segment that is empty or longer than a row, routes that
-      no router of this model chose, reference logprobs of another length, or a
-      bad shape.
+      no router of this model chose, reference logprobs of another length, more
+      than `max_kept` ids, or a bad shape.
   """
   items = [Item(*item) for item in items]
   _check_shape(rows, length, kv_block, loss_tokens)
   for index, item in enumerate(items):
     _check_item(index, item, length, (layers, experts_per_token))
+    _check_kept(index, item, max_kept)
     if experts is not None:
       _check_routes(index, item, experts)
   placements = _place(items, rows, length, kv_block)
@@ -91,7 +95,8 @@ def pack(
   count = 1 + max((p.batch for p in placements), default=-1)
   shape = (rows, length)
   batches = [
-    empty_batch(shape, layers, experts_per_token) for _ in range(count)
+    empty_batch(shape, layers, experts_per_token, max_kept)
+    for _ in range(count)
   ]
   placed = np.zeros((count, rows), np.int32)  # segments so far in each row
   order = sorted(range(len(items)), key=lambda i: placements[i])
@@ -171,6 +176,17 @@ def _check_item(
     )
 
 
+def _check_kept(index: int, item: Item, max_kept: int) -> None:
+  offsets = item.segment.kept_offsets
+  most = 0 if offsets is None else int(np.max(np.diff(offsets), initial=0))
+  if most > max_kept:
+    raise ValueError(
+      f'item {index} (origin {item.origin}) has a token drawn among {most} kept'
+      f' ids and rl.max_kept is {max_kept}; raise it (its cost is that many'
+      ' numbers a token), or sample with top_p 1, top_k 0, min_p 0 and no mask'
+    )
+
+
 def _check_routes(index: int, item: Item, experts: int) -> None:
   """Replay trusts the routes: an index out of range would gather anything."""
   routes = item.segment.experts
@@ -211,7 +227,10 @@ def _place(
 
 
 def empty_batch(
-  shape: tuple[int, int], layers: int, experts_per_token: int
+  shape: tuple[int, int],
+  layers: int,
+  experts_per_token: int,
+  max_kept: int = 0,
 ) -> Batch:
   """A micro-batch of padding."""
   routes = (*shape, layers, experts_per_token)
@@ -228,6 +247,7 @@ def empty_batch(
     versions=np.full(shape, UNSAMPLED_VERSION, np.int32),
     weights=np.zeros(shape, np.float32),
     auditable=np.zeros(shape, bool),
+    kept=np.full((*shape, max_kept), -1, np.int32) if max_kept else None,
   )
 
 
@@ -252,3 +272,7 @@ def _write(
   batch.versions[at] = segment.versions
   batch.weights[at] = np.where(segment.sampled, weight, 0.0)
   batch.auditable[at] = segment.auditable
+  if segment.kept_ids is not None and len(segment.kept_ids):
+    counts = np.diff(segment.kept_offsets)
+    within = np.arange(batch.kept.shape[-1])[None, :] < counts[:, None]
+    batch.kept[at][within] = segment.kept_ids

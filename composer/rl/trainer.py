@@ -141,6 +141,7 @@ def loss_fn(
     batch.tokens,
     batch.temperatures,
     layout,
+    batch.kept,
   )
   loss, sums = loss_lib.policy_loss(config.loss)(
     logprobs,
@@ -248,8 +249,9 @@ def make_step(
     gradient=jax.jit(sharded_gradient, out_shardings=(by_name, whole)),
     add=jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0),
     update=jax.jit(update, donate_argnums=0),
+    # Where the masters lie: every process publishes what its devices hold.
     publishable=jax.jit(
-      functools.partial(params_lib.to_published, spec), out_shardings=whole
+      functools.partial(params_lib.to_published, spec), out_shardings=by_name
     ),
     score=jax.jit(
       lambda params, batch, replay: sharded_score(
@@ -283,6 +285,7 @@ def _local_score(model, numerics, layout, params, batch, replay) -> Scored:
     batch.tokens,
     batch.temperatures,
     layout,
+    batch.kept,
   )
   routes = (output.experts, output.native)
   if layout:

@@ -82,19 +82,21 @@ def make_segments():
   engine = engine_lib.Engine(MODEL, NUMERICS, ENGINE)
   first, second = (engine_lib.widen(published(v)) for v in (0, 1))
   engine.activate(0, first)
-  plain = engine._run
+  plain = engine._send
 
-  def swapping(plan):  # in the engine's own thread: between two steps for sure
-    plain(plan)
+  def swapping(
+    plan, steps
+  ):  # in the engine's own thread: between two steps for sure
+    plain(plan, steps)
     (sequence,) = engine._running or (None,)
     if sequence and sequence.length == sequence.prompt + 9:
       engine.activate(1, second)
 
   async def go():
     done = await asyncio.gather(*(engine.sample(r) for r in requests[:8]))
-    engine._run = swapping
+    engine._send = swapping
     done.append(await engine.sample(requests[8]))
-    engine._run = plain
+    engine._send = plain
     return done + await asyncio.gather(
       *(engine.sample(r) for r in requests[9:])
     )

@@ -104,6 +104,11 @@ def test_equality_is_of_the_verifiable_part_alone():
     group, trajectories=(cheaper, *group.trajectories[1:])
   )
   assert judge(group) == 'equal'
+  clearer = dataclasses.replace(
+    cheaper, reward_parts={**cheaper.reward_parts, 'judge': 0.5}
+  )
+  judged = (clearer, *group.trajectories[1:])
+  assert judge(dataclasses.replace(group, trajectories=judged)) == 'train'
   untested = dataclasses.replace(cheaper, reward_parts={'effort': 0.0})
   group = dataclasses.replace(
     group, trajectories=(untested, *group.trajectories[1:])

@@ -145,8 +145,8 @@ def test_padding_is_inert():
 
 
 def test_shapes_and_types_are_fixed():
-  few, _ = do_pack(make_items(0, [5]))
-  many, _ = do_pack(make_items(1, [30] * 7))
+  few, _ = do_pack(make_items(0, [5]), max_kept=4)
+  many, _ = do_pack(make_items(1, [30] * 7), max_kept=4)
   assert len(few) == 1 and len(many) == 3
   for batch in many + few:
     for field in dataclasses.fields(batch):
@@ -163,7 +163,7 @@ def test_shapes_and_types_are_fixed():
     'loss_mask': 'bool', 'behaviour_logprobs': 'float32',
     'reference_logprobs': 'float32', 'temperatures': 'float32',
     'advantages': 'float32', 'experts': 'int16', 'versions': 'int32',
-    'weights': 'float32', 'auditable': 'bool',
+    'weights': 'float32', 'auditable': 'bool', 'kept': 'int32',
   }  # fmt: skip
 
 
@@ -258,3 +258,31 @@ def test_routes_that_no_router_chose_are_refused(row, message):
   segment.experts[3, 1] = row
   with pytest.raises(ValueError, match=message):
     do_pack([p.Item(segment, 0.0)], experts=8)
+
+
+def test_kept_ids_go_with_their_tokens():
+  rng = np.random.default_rng(3)
+  items, want = [], []
+  for size in (5, 17, 9):
+    counts = rng.integers(0, 4, size)
+    ids = rng.integers(0, 50, counts.sum()).astype(np.int32)
+    offsets = np.r_[0, np.cumsum(counts)].astype(np.int32)
+    segment = dataclasses.replace(
+      make_segment(rng, size), kept_ids=ids, kept_offsets=offsets
+    )
+    items.append(p.Item(segment, 0.0))
+    want.append(np.split(ids, offsets[1:-1]))
+  items.append(p.Item(make_segment(rng, 4), 0.0))  # nothing was cut
+  want.append([np.zeros(0, np.int32)] * 4)
+  batches, placements = do_pack(items, max_kept=3)
+  for lists, got in zip(
+    want, p.unpack([b.kept for b in batches], placements), strict=True
+  ):
+    assert got.shape == (len(lists), 3)
+    for ids, row in zip(lists, got, strict=True):
+      np.testing.assert_array_equal(row, np.r_[ids, [-1] * (3 - len(ids))])
+  assert do_pack(items[-1:])[0][0].kept is None
+  with pytest.raises(
+    ValueError, match=r'among 3 kept ids and rl.max_kept is 2'
+  ):
+    do_pack(items, max_kept=2)

@@ -1,0 +1,165 @@
+"""The operations that a model runs: their choice, and kernels in their place."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from composer import config as config_lib
+from composer import params as params_lib
+from composer.model import operations
+from composer.model import transformer
+from pallas_kernels import dispatch
+
+Operations = operations.Operations
+XLA = operations.XLA
+GQA = config_lib.ModelConfig(
+  vocab_size=256,
+  width=128,
+  layers=2,
+  dense_layers=1,
+  heads=4,
+  kv_heads=2,
+  head_dim=64,
+  dense_hidden=128,
+  experts=4,
+  expert_hidden=64,
+)
+MLA = dataclasses.replace(
+  GQA, q_lora=64, kv_lora=64, nope_dim=64, rope_dim=64, value_dim=64
+)
+
+
+@pytest.mark.parametrize(
+  'device, mode, want',
+  [
+    ('cpu', 'fast', Operations(XLA, XLA)),
+    ('cpu', 'aligned', Operations(XLA, XLA)),
+    ('cpu', 'bitwise', Operations(XLA, XLA)),
+    ('gpu', 'fast', Operations(XLA, None)),
+    ('gpu', 'aligned', Operations(None, None)),
+    ('gpu', 'bitwise', Operations('gpu', 'gpu')),
+    ('tpu', 'bitwise', Operations('tpu', 'tpu')),
+  ],
+)
+def test_choice(monkeypatch, device, mode, want):
+  monkeypatch.setattr(dispatch, 'platform', lambda: device)
+  numerics = config_lib.NumericsConfig(mode=mode)
+  assert operations.of(numerics) == want
+  named = dataclasses.replace(numerics, kernels='reference')
+  assert operations.of(named) == Operations('reference', 'reference')
+
+
+def test_fixed():
+  assert not operations.PLAIN.fixed
+  assert not Operations(XLA, None).fixed
+  assert Operations('gpu', 'gpu').fixed
+
+
+def test_a_router_by_a_kernel_of_16_bits():
+  """Three products of bfloat16 are a product of float32, and its gradients."""
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=(5, 128)), jnp.bfloat16)
+  w = jnp.asarray(rng.normal(size=(128, 6)), jnp.float32)
+  dy = jnp.asarray(rng.normal(size=(5, 6)), jnp.float32)
+  want = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+  ops = Operations('tpu_interpret', 'tpu_interpret')
+  got, pull = jax.vjp(lambda x, w: operations.wide_matmul(ops, x, w), x, w)
+  np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+  dx, dw = pull(dy)
+  np.testing.assert_allclose(
+    dw, np.asarray(x, np.float64).T @ np.asarray(dy), rtol=0, atol=2e-5
+  )
+  wide = np.asarray(dy, np.float64) @ np.asarray(w, np.float64).T
+  np.testing.assert_allclose(np.asarray(dx, np.float32), wide, rtol=0.01)
+
+
+def _scored(model, numerics):
+  """Logprobs, and the gradient of their sum, of two packed segments."""
+  rng = np.random.default_rng(1)
+  spec = transformer.spec(model)
+  params = params_lib.init(spec, jax.random.key(0))
+  tokens = jnp.asarray(rng.integers(0, model.vocab_size, (1, 64)), jnp.int32)
+  ids = jnp.asarray([[1] * 32 + [2] * 20 + [0] * 12])
+  positions = jnp.asarray([[*range(32), *range(20), *[0] * 12]])
+  routes = jnp.asarray(rng.integers(0, 2, (1, 64, 1, 2)), jnp.int16)
+  routes = routes.at[..., 1].set(3 - routes[..., 0])
+
+  def total(params):
+    out = transformer.forward(
+      params, model, numerics, tokens, ids, positions, routes
+    )
+    logprobs, _ = transformer.token_logprob(
+      params, model, numerics, out.hidden, tokens, jnp.ones((1, 64))
+    )
+    return jnp.sum(jnp.where(ids > 0, logprobs, 0.0)), logprobs
+
+  found = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+  (_, logprobs), gradients = found
+  return np.where(ids > 0, logprobs, 0), gradients
+
+
+@pytest.mark.parametrize(
+  'model, form, mode',
+  [
+    (GQA, 'absorbed', 'fast'),
+    (GQA, 'absorbed', 'aligned'),
+    (MLA, 'absorbed', 'aligned'),
+    (MLA, 'expanded', 'fast'),
+  ],
+)
+def test_kernels_in_place_of_the_plain_expressions(model, form, mode):
+  numerics = config_lib.NumericsConfig(mode='fast', moe='sorted', mla=form)
+  want, gradients = _scored(model, numerics)
+  kernels = dataclasses.replace(numerics, mode=mode, kernels='reference')
+  got, more = _scored(model, kernels)
+  np.testing.assert_allclose(got, want, rtol=0, atol=2e-4)
+  for a, b in zip(
+    jax.tree.leaves(gradients), jax.tree.leaves(more), strict=True
+  ):
+    scale = max(float(jnp.max(jnp.abs(a))), 1e-3)
+    np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=2e-4)
+
+
+def _rows(model, seed=0):
+  rng = np.random.default_rng(seed)
+  params = params_lib.init(transformer.spec(model), jax.random.key(0))
+  x = jnp.asarray(rng.normal(size=(128, model.width)), jnp.float32)
+  kept = np.full((128, 5), -1)
+  for row in range(0, 128, 2):  # every other row is not cut
+    count = rng.integers(1, 6)
+    kept[row, :count] = rng.choice(model.vocab_size, count, replace=False)
+  among = np.where(kept.max(1) < 0, 17, kept[:, 0])
+  return params, x, jnp.asarray(kept, jnp.int32), jnp.asarray(among, jnp.int32)
+
+
+@pytest.mark.parametrize('mode', ['fast', 'bitwise'])
+def test_logprobs_among_kept_ids(mode):
+  """Either way to say what was kept, against the definition in float64."""
+  params, x, kept, target = _rows(GQA)
+  numerics = config_lib.NumericsConfig(mode=mode)
+  temperature = jnp.linspace(0.5, 2.0, 128)
+  norm, unembed = params['final_norm'], params['unembed']
+
+  def run(kept):
+    return transformer.row_logprobs(
+      GQA, numerics, norm, unembed, x, target, temperature, kept
+    )
+
+  logprob, entropy = jax.jit(run)(kept)
+  z = transformer.logits_rows(GQA, norm, unembed, x, temperature)
+  bits = np.zeros((128, GQA.vocab_size), bool)
+  for row, ids in enumerate(np.asarray(kept)):
+    ids = ids[ids >= 0] if ids.max() >= 0 else np.arange(GQA.vocab_size)
+    bits[row, ids] = True
+    log = np.asarray(z[row], np.float64)[ids]
+    log -= np.log(np.sum(np.exp(log)))
+    want = log[list(ids).index(int(target[row]))]
+    np.testing.assert_allclose(logprob[row], want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+      entropy[row], -np.sum(np.exp(log) * log), rtol=1e-5, atol=1e-5
+    )
+  packed, _ = jax.jit(run)(jnp.asarray(np.packbits(bits, axis=-1)))
+  np.testing.assert_array_equal(packed, logprob)
