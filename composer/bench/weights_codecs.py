@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import time
 from typing import Any
+import warnings
 
 import numpy as np
 import zstandard
@@ -155,11 +156,15 @@ def arc(version: str, base: Flat, new: Flat, repeats: int) -> Measured:
   import torch
 
   torch.set_num_threads(1)
+  # It reads what it has just decompressed, and never writes there.
+  warnings.filterwarnings('ignore', 'The given buffer is not writable')
   kinds = {'bfloat16': torch.bfloat16, 'float8_e4m3fn': torch.float8_e4m3fn}
 
   def tensor(array: np.ndarray) -> Any:
     kind = kinds.get(array.dtype.name)
     words = np.ascontiguousarray(array)
+    if array.dtype.name == 'float8_e8m0fnu':  # scales: to it, bytes
+      words = words.view(np.uint8)
     if kind is None:
       return torch.from_numpy(words.copy())
     signed = words.view(f'i{array.itemsize}').copy()

@@ -10,9 +10,10 @@ Each yields `Input`s, one at a time, since the larger ones take half a gigabyte.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import importlib.util
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -39,19 +40,28 @@ class Input:
   heavy: bool
 
 
-def quick_start(
-  rates: Sequence[float] = RATES_A, warm_steps: int = WARM_STEPS
-) -> Iterator[Input]:
-  """The last two versions of some steps of each rate, as they are published.
+@dataclasses.dataclass(frozen=True)
+class Training:
+  """The quick start's model after some steps of mid-training on Python source.
 
-  The model and its optimizer come from mid-training on Python source at the
-  quick start's own rate, so that moments and masters are real ones. Each rate
-  comes twice: the bfloat16 arrays, and with the router, which is published in
-  float32: nearly all of its values change, to values that occur once, so that
-  an empirical entropy says nothing of it.
+  So its moments and masters are real ones.
+
+  Attributes:
+    state: of the optimizer, too; a step donates what it is given.
+    step: step(rate) -> (state, batch) -> (state, metrics).
+    published: masters -> what is published, by name, on the device.
+    batches: what comes next.
   """
+
+  state: Any
+  step: Callable[[float], Callable[..., Any]]
+  published: Callable[[Any], dict[str, Any]]
+  batches: list[Any]
+
+
+def train(warm_steps: int = WARM_STEPS, more: int = LOW_STEPS) -> Training:
+  """Trains at the quick start's own rate; `more` batches are left."""
   import jax
-  import jax.numpy as jnp
 
   from composer import config as config_lib
   from composer import data
@@ -62,46 +72,63 @@ def quick_start(
 
   tok = tokenizer_lib.load()
   experiment = config_lib.Experiment(name='weights')
+  settings = experiment.midtrain
   model = dataclasses.replace(experiment.model, vocab_size=tok.vocab_size)
   numerics = dataclasses.replace(experiment.numerics, mode='fast')
   spec = transformer.spec(model)
-  low = {
-    rate: dataclasses.replace(
-      experiment.midtrain, learning_rate=rate, router_bias_rate=0.0
-    )
-    for rate in rates
-  }
   batches = iter(
     data.midtraining(
       [(np.arange(8, dtype=np.int32), np.ones(8, bool))],
       data.python_source(400_000),
       tok.encode,
-      batch_size=experiment.midtrain.batch_size,
-      sequence_length=experiment.midtrain.sequence_length,
+      batch_size=settings.batch_size,
+      sequence_length=settings.sequence_length,
       python_share=0.99,
       align=numerics.kv_block,
       seed=0,
     )
   )
-  held = [dict(next(batches)) for _ in range(warm_steps + LOW_STEPS)]
+  held = [dict(next(batches)) for _ in range(warm_steps + more)]
   state = midtrain.init_state(
-    params_lib.init(spec, jax.random.key(0)),
-    experiment.midtrain,
-    jax.random.key(1),
+    params_lib.init(spec, jax.random.key(0)), settings, jax.random.key(1)
   )
-  step = midtrain.make_train_step(model, numerics, experiment.midtrain)
+
+  def step(rate: float):
+    low = dataclasses.replace(
+      settings, learning_rate=rate, router_bias_rate=0.0
+    )
+    return midtrain.make_train_step(model, numerics, low)
+
+  warm = midtrain.make_train_step(model, numerics, settings)
   for batch in held[:warm_steps]:
-    state, _ = step(state, batch)
-  for rate, settings in low.items():
-    step = midtrain.make_train_step(model, numerics, settings)
-    now = jax.tree.map(jnp.copy, state)  # the step donates it
+    state, _ = warm(state, batch)
+  form = jax.jit(lambda params: params_lib.to_published(spec, params))
+  return Training(
+    state, step, lambda p: params_lib.named(form(p)), held[warm_steps:]
+  )
+
+
+def quick_start(
+  rates: Sequence[float] = RATES_A, warm_steps: int = WARM_STEPS
+) -> Iterator[Input]:
+  """The last two versions of some steps of each rate, as they are published.
+
+  Each rate comes twice: the bfloat16 arrays, and with the router, which is
+  published in float32: nearly all of its values change, to values that occur
+  once, so that an empirical entropy says nothing of it.
+  """
+  import jax
+  import jax.numpy as jnp
+
+  training = train(warm_steps)
+  for rate in rates:
+    step = training.step(rate)
+    now = jax.tree.map(jnp.copy, training.state)
     flat: Flat = {}
-    for batch in held[warm_steps:]:
+    for batch in training.batches:
       now, _ = step(now, batch)
       before = flat
-      flat = _copied(
-        params_lib.to_host(params_lib.to_published(spec, now.params))
-      )
+      flat = _copied(training.published(now.params))
     name = f'quick start, lr {rate:g}'
     half = [key for key, array in flat.items() if array.itemsize == 2]
     yield Input(name, *({k: x[k] for k in half} for x in (before, flat)), False)
@@ -124,8 +151,8 @@ def smollm2(
 
   The file's numbers have few bits, and one in 25 lies half way between two of
   bfloat16, where any step moves it. Those of a run do not: so the masters are
-  drawn from what rounds to the file's bfloat16. `form` 'fp8' rounds both sides
-  to float8_e4m3fn with a scale a row, as inference in FP8 would.
+  drawn from what rounds to the file's bfloat16. `form` 'mxfp8' is
+  float8_e4m3fn with a power of two for 32 numbers.
   """
   from composer import params as params_lib
   from composer.model import checkpoints
@@ -159,10 +186,13 @@ def _between(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def _in_form(form: str, name: str, x: np.ndarray) -> Flat:
   if form == 'bf16' or x.ndim < 2:
     return {name: x.astype(ml_dtypes.bfloat16)}
-  scale = np.abs(x).max(-1, keepdims=True) / np.float32(448) + 1e-30
+  blocks = x.reshape(*x.shape[:-1], -1, 32)
+  most = np.abs(blocks).max(-1, keepdims=True) / np.float32(448)
+  _, exponent = np.frexp(np.maximum(most, np.float32(2.0**-100)))
+  scale = np.ldexp(np.float32(1), exponent)  # no smaller than `most`
   return {
-    name: (x / scale).astype(ml_dtypes.float8_e4m3fn),
-    f'{name}/scale': scale,
+    name: (blocks / scale).astype(ml_dtypes.float8_e4m3fn).reshape(x.shape),
+    f'{name}/scale': scale[..., 0].astype(ml_dtypes.float8_e8m0fnu),
   }
 
 

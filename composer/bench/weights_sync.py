@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -52,6 +53,8 @@ class EndToEnd:
     base_s, base_bytes: publishing the full base, and the reader having it.
     publish_s: from `submit` to HEAD.
     fetch_s: download, decoding and verification, beside serving.
+    publish_cpu_s, fetch_cpu_s: what the cores computed for that, all together:
+      what does not depend on who else uses the machine.
     pause_s, worst_pause_s: of the swap.
     activated_s, worst_activated_s: from `submit` to the new weights running.
     delta_bytes: of one version.
@@ -64,6 +67,8 @@ class EndToEnd:
   base_bytes: int
   publish_s: float
   fetch_s: float
+  publish_cpu_s: float
+  fetch_cpu_s: float
   pause_s: float
   worst_pause_s: float
   activated_s: float
@@ -96,7 +101,10 @@ def end_to_end(
 
 
 def _publish_all(kv, reader, model_bytes, changed, versions):
-  """[(version, submitted, published, what the reader told)], stats."""
+  """[(version, submitted, published, told)], stats.
+
+  `told` is what the reader said, and what publishing computed.
+  """
   rng = np.random.default_rng(0)
   flat = make_weights(model_bytes, rng)
   line = pipeline.Pipeline({FORM: sync.Publisher(kv, FORM, 10**9)})
@@ -104,13 +112,14 @@ def _publish_all(kv, reader, model_bytes, changed, versions):
   for version in range(versions + 1):
     if version:
       flat = step_weights(flat, changed, rng)
-    submitted = time.time()
+    submitted, computed = time.time(), time.process_time()
     held = flat
     line.submit(version, lambda form, held=held: pipeline.Form(held))
     line.flush(LIMIT_S)
-    published = time.time()
+    published, computed = time.time(), time.process_time() - computed
     stats += [item.stats for item in line.finished()]
-    sent.append((version, submitted, published, _told(reader, version)))
+    told = _told(reader, version) | {'publish_cpu_s': computed}
+    sent.append((version, submitted, published, told))
   line.close()
   return sent, stats
 
@@ -125,6 +134,8 @@ def _figures(sent, stats, model_bytes, changed) -> EndToEnd:
     base_bytes=stats[0].bytes,
     publish_s=middle(p - s for _, s, p, _ in deltas),
     fetch_s=middle(t['fetch_s'] for *_, t in deltas),
+    publish_cpu_s=middle(t['publish_cpu_s'] for *_, t in deltas),
+    fetch_cpu_s=middle(t['fetch_cpu_s'] for *_, t in deltas),
     pause_s=middle(t['pause_s'] for *_, t in deltas),
     worst_pause_s=max(t['pause_s'] for *_, t in deltas),
     activated_s=middle(t['activated'] - s for _, s, _, t in deltas),
@@ -190,12 +201,12 @@ def follow(url: str) -> None:
   reader = sync.Subscriber(kv, FORM)
   running: dict[str, np.ndarray] = {}
   while True:
-    started = time.perf_counter()
+    started, computed = time.perf_counter(), time.process_time()
     got = reader.poll()
     if got is None:
       time.sleep(POLL_S)
       continue
-    fetched = time.perf_counter()
+    fetched, computed = time.perf_counter(), time.process_time() - computed
     # On CPU the arrays that were decoded are those that run: a swap of names.
     # Those before are let go afterwards, as a rollout does it.
     before, running = running, got[1]
@@ -205,6 +216,7 @@ def follow(url: str) -> None:
     told = {
       'version': got[0],
       'fetch_s': fetched - started,
+      'fetch_cpu_s': computed,
       'pause_s': paused,
       'activated': activated,
       'tensors': len(running),
@@ -217,7 +229,7 @@ def follow(url: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class OnTheStep:
-  """Medians in seconds. `blocked` is what `submit` took of a step, in the
+  """Medians in seconds. `blocked` is what handing over took of a step, in the
   trainer's own thread; `slower` also has what the worker takes of shared cores
   and memory."""
 
@@ -233,7 +245,7 @@ class OnTheStep:
 
 def on_the_step(
   step: Callable[[], Any],
-  weights: Callable[[], dict[str, np.ndarray]],
+  weights: Callable[[], dict[str, Any]],
   steps: int = 40,
   directory: str | None = None,
 ) -> OnTheStep:
@@ -241,7 +253,8 @@ def on_the_step(
 
   Args:
     step: one step of a trainer, done when it returns.
-    weights: what there is to publish after it.
+    weights: what there is to publish after it; may be arrays that are still
+      being computed.
   """
   with tempfile.TemporaryDirectory(dir=directory) as folder:
     kv = store.open_exchange(f'file://{folder}/exchange')
@@ -258,11 +271,8 @@ def on_the_step(
     for version in range(steps):
       line.flush(LIMIT_S)
       plain.append(_time(step))
-      flat = weights()
       handed.append(
-        _time(
-          lambda v=version, f=flat: line.submit(v, lambda _: pipeline.Form(f))
-        )
+        _time(functools.partial(_hand_over, line, version, weights))
       )
       beside.append(_time(step))
       done += line.finished()
@@ -281,6 +291,11 @@ def on_the_step(
     versions=len(done),
     replaced=line.replaced,
   )
+
+
+def _hand_over(line, version: int, weights: Callable[[], Any]) -> None:
+  flat = weights()
+  line.submit(version, lambda form: pipeline.Form(flat))
 
 
 def _time(act: Callable[[], Any]) -> float:

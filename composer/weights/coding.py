@@ -16,11 +16,10 @@ import zstandard
 from composer.weights import compiled
 
 SAME, SPARSE, RAW, ZSTD = range(4)  # codings of a bucket
-find_changes = compiled.find_changes
 RATES = 70  # below: a rate; this one: word by word
 # Beyond this share a bucket is also tried without a base.
 _TRY_DENSE_FROM = 0.5
-_SAMPLE = 8  # one block of 64 words in so many is looked at for the rates
+_SAMPLE = 32  # one block of 64 words in so many is looked at for the rates
 _SAMPLE_FROM = 1 << 18  # words
 _ZSTD_LEVEL = 1
 
@@ -77,7 +76,7 @@ def _contexts(kind: Kind, overwrite: bool) -> _Contexts:
   how = compiled.OVERWRITE if overwrite else kind.how
   classes = 1 if overwrite else kind.classes
   if how == compiled.STEP:
-    span = 5 * 8 * kind.width
+    span = compiled.step_models(kind.width)
     flags = classes * span
   else:
     span = 0
@@ -101,7 +100,7 @@ def _models(contexts: _Contexts, width: int) -> np.ndarray:
 def _state() -> tuple[np.ndarray, np.ndarray]:
   """(state, gauge) before the first word."""
   state = np.array([0, (1 << 64) - 1, 0], np.uint64)
-  gauge = np.array([0, 0, 1 << compiled.GAIN_BITS], np.int64)
+  gauge = np.array([0, 0, 1 << compiled.GAIN_BITS], np.uint64)
   return state, gauge
 
 
@@ -155,6 +154,18 @@ def choose_rates(changed: np.ndarray, words: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
+class Changes:
+  """Words of a piece that change: int32 [n], ascending, and what they become.
+
+  The words come along although the new piece has them: where few change, each
+  would be a miss of the cache.
+  """
+
+  positions: np.ndarray
+  words: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class Coded:
   """One bucket: its coding, how many of its words changed, its bytes."""
 
@@ -166,7 +177,7 @@ class Coded:
 def encode(
   kind: Kind,
   pieces: Sequence[tuple[np.ndarray, np.ndarray]],
-  changes: Sequence[np.ndarray],
+  changes: Sequence[Changes],
   overwrite: bool,
 ) -> Coded:
   """Codes one bucket.
@@ -174,10 +185,10 @@ def encode(
   Args:
     kind: of all of its words.
     pieces: (base, new), unsigned words, contiguous.
-    changes: int32, ascending positions of the words of each that differ.
+    changes: which words of each differ.
     overwrite: code values, and positions, without looking at the base.
   """
-  count = sum(map(len, changes))
+  count = sum(len(found.positions) for found in changes)
   if count == 0:
     return Coded(SAME, 0, b'')
   words = sum(len(base) for base, _ in pieces)
@@ -201,13 +212,13 @@ def _encode_sparse(kind, pieces, changes, overwrite) -> bytes | None:
   hot = np.empty(max(words) + 1, np.int32)
   compiled.put_table(table, _table_models(), out, state)
   weights = _weights(table, kind)
-  for (base, new), where in zip(pieces, changes, strict=True):
-    touched = len(where) > 0
+  for (base, _), found in zip(pieces, changes, strict=True):
+    touched = len(found.positions) > 0
     compiled.put_flag(models, contexts.count - 1, touched, out, state)
     if touched and not compiled.encode_piece(
       base,
-      new,
-      where,
+      found.positions,
+      found.words,
       weights,
       kind.shift,
       contexts.classes - 1,
@@ -230,8 +241,10 @@ def _count(kind, contexts, pieces, changes) -> tuple[np.ndarray, np.ndarray]:
   changed, words = np.zeros(size, np.int64), np.zeros(size, np.int64)
   total = sum(len(base) for base, _ in pieces)
   stride = _SAMPLE if total > _SAMPLE_FROM else 1
-  for (base, _), where in zip(pieces, changes, strict=True):
-    compiled.count_classes(base, where, kind.shift, changed, words, stride)
+  for (base, _), found in zip(pieces, changes, strict=True):
+    compiled.count_classes(
+      base, found.positions, kind.shift, changed, words, stride
+    )
   fold = (-1, contexts.classes)
   return changed.reshape(fold).sum(0), words.reshape(fold).sum(0)
 

@@ -7,7 +7,7 @@ bounds whatever the stream holds: what a damaged one decodes to is wrong, and
 found out by its digest.
 
 `state` is uint64 [3]: low (of an encoder) or code (of a decoder), range, words
-of the stream written or read. `gauge` is int64 [3]: changes seen, changes
+of the stream written or read. `gauge` is uint64 [3]: changes seen, changes
 expected, and the gain made of them. A model is a uint32: the probability of a
 one, 22 bits, above the count of its updates.
 """
@@ -53,7 +53,7 @@ def _reached() -> np.ndarray:
   return np.array([((1 << 40) - x) >> (40 - SCALE_BITS) for x in alive])
 
 
-REACHED = _reached().astype(np.int64)
+REACHED = _reached().astype(np.uint64)
 
 U = np.uint64
 _WORD = U(1 << 32)
@@ -64,10 +64,17 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
   """`numba.njit`, the machine code kept on disk where that is possible.
 
   `_nrt=False` leaves out the counting of references to arrays, which nothing
-  here needs, and which took two thirds of the time.
+  here needs, and which took two thirds of the time. The loops take the small
+  functions (`_name`) into themselves: a call with its arrays costs as much as
+  coding a bit.
   """
-  # No divisor here is ever 0.
-  options = {'nogil': True, '_nrt': False, 'error_model': 'numpy'}
+  name = function.__name__
+  options = {
+    'nogil': True,
+    '_nrt': False,
+    'error_model': 'numpy',  # no divisor here is ever 0
+    'forceinline': name.startswith('_') and name != '_carry',
+  }
   try:
     return numba.njit(function, cache=True, **options)
   except RuntimeError:  # nowhere to write
@@ -211,6 +218,20 @@ def _get_tree(models, m, bits, data, code, rng, at):
 
 
 @compiled
+def _top_nodes(width):
+  """Models of the bits of a step below its highest: of four bits, of a byte all.
+
+  From 0 to -0, say, is a step of 128.
+  """
+  return 128 if width == 1 else 16
+
+
+def step_models(width: int) -> int:
+  """Models of the steps of one class of words of so many bytes."""
+  return 8 * width * (1 + _top_nodes.py_func(width))
+
+
+@compiled
 def _put_step(models, m, width, old, new, out, low, rng, at):
   bits = 8 * width
   kept = ~U(0) >> U(64 - bits)
@@ -227,15 +248,16 @@ def _put_step(models, m, width, old, new, out, low, rng, at):
       break
     rest >>= U(1)
     n += 1
-  if n > 1:
-    top = m + bits + 4 * (n - 1)
-    bit = np.int64((size >> U(n - 2)) & U(1))
-    low, rng, at = _put_bit(models, top, bit, out, low, rng, at)
-    if n > 2:
-      lower = (size >> U(n - 3)) & U(1)
-      low, rng, at = _put_bit(models, top + 1 + bit, lower, out, low, rng, at)
-      low, rng, at = _put_raw(size, n - 3, out, low, rng, at)
-  return low, rng, at
+  nodes = _top_nodes(width)
+  top = m + bits + nodes * (n - 1)
+  node = 1
+  k = n - 2
+  while k >= 0 and node < nodes:
+    bit = np.int64((size >> U(k)) & U(1))
+    low, rng, at = _put_bit(models, top + node, bit, out, low, rng, at)
+    node = 2 * node + bit
+    k -= 1
+  return _put_raw(size, k + 1, out, low, rng, at)
 
 
 @compiled
@@ -248,18 +270,16 @@ def _get_step(models, m, width, data, code, rng, at):
     if more == 0:
       break
     n += 1
-  size = U(1)
-  if n > 1:
-    top = m + bits + 4 * (n - 1)
-    bit, code, rng, at = _get_bit(models, top, data, code, rng, at)
-    size = U(2) + U(bit)
-    if n > 2:
-      lower, code, rng, at = _get_bit(
-        models, top + 1 + bit, data, code, rng, at
-      )
-      size = (size << U(1)) | U(lower)
-      raw, code, rng, at = _get_raw(n - 3, data, code, rng, at)
-      size = (size << U(n - 3)) | raw
+  nodes = _top_nodes(width)
+  top = m + bits + nodes * (n - 1)
+  node = 1
+  k = n - 1
+  while k > 0 and node < nodes:
+    bit, code, rng, at = _get_bit(models, top + node, data, code, rng, at)
+    node = 2 * node + bit
+    k -= 1
+  raw, code, rng, at = _get_raw(k, data, code, rng, at)
+  size = (U(node) << U(k)) | raw
   if down:
     size = U(0) - size
   return size, code, rng, at
@@ -373,39 +393,41 @@ def get_flag(models, m, data, state):
 @compiled
 def _share(weight, gain):
   """F of a hazard under the gain, of 2^28."""
-  weight = min(weight * gain >> GAIN_BITS, HORIZON - 1)
-  s = weight >> SEGMENT_BITS
-  rest = weight & ((1 << SEGMENT_BITS) - 1)
-  step = REACHED[s + 1] - REACHED[s]
-  return REACHED[s] + (step * rest >> SEGMENT_BITS)
+  weight = min(weight * gain >> U(GAIN_BITS), U(HORIZON - 1))
+  s = weight >> U(SEGMENT_BITS)
+  rest = weight & U((1 << SEGMENT_BITS) - 1)
+  step = REACHED[s + U(1)] - REACHED[s]
+  return REACHED[s] + (step * rest >> U(SEGMENT_BITS))
 
 
 @compiled
 def _within(v, gain):
   """The least total hazard whose `_share` is above v; HORIZON's if none is."""
-  hazard = HORIZON - 1
-  if v < REACHED[SEGMENTS]:
-    s = 0
+  hazard = U(HORIZON - 1)
+  if v < REACHED[U(SEGMENTS)]:
+    s = U(0)
     for k in range(1, SEGMENTS):
-      s += v >= REACHED[k]
-    step = REACHED[s + 1] - REACHED[s]
-    rest = ((((v - REACHED[s] + 1) << SEGMENT_BITS) - 1) // step) + 1
-    hazard = min((s << SEGMENT_BITS) + rest, HORIZON - 1)
-  return ((hazard << GAIN_BITS) + gain - 1) // gain
+      s += U(v >= REACHED[U(k)])
+    step = REACHED[s + U(1)] - REACHED[s]
+    rest = ((((v - REACHED[s] + U(1)) << U(SEGMENT_BITS)) - U(1)) // step) + U(
+      1
+    )
+    hazard = min((s << U(SEGMENT_BITS)) + rest, U(HORIZON - 1))
+  return ((hazard << U(GAIN_BITS)) + gain - U(1)) // gain
 
 
 @compiled
 def _learn(gauge, passed, hit):
   """Takes in the hazards that passed, and whether a change ended them."""
-  seen = gauge[SEEN] + UNIT * hit
+  seen = gauge[SEEN] + U(UNIT) * hit
   expected = gauge[EXPECTED] + passed
-  if seen + expected > WINDOW:
-    seen >>= 1
-    expected >>= 1
-  gain = ((seen + PRIOR) << GAIN_BITS) // (expected + PRIOR)
+  if seen + expected > U(WINDOW):
+    seen >>= U(1)
+    expected >>= U(1)
+  gain = ((seen + U(PRIOR)) << U(GAIN_BITS)) // (expected + U(PRIOR))
   gauge[SEEN] = seen
   gauge[EXPECTED] = expected
-  gauge[GAIN] = min(max(gain, GAIN_LEAST), GAIN_MOST)
+  gauge[GAIN] = min(max(gain, U(GAIN_LEAST)), U(GAIN_MOST))
 
 
 @compiled
@@ -419,22 +441,32 @@ def _scan(words, weights, shift, i, end, least, hot, hots):
     (j, passed, hots): the first word with which they would not (or `end`), the
     hazards before it, and how many hot words have been listed so far.
   """
-  passed = np.int64(0)
+  passed = U(0)
   while i < end:
     while i + GROUP <= end:
       together = np.uint32(0)
       for k in range(16):
         together += np.uint32(weights[words[i + U(k)] >> shift])
-      if passed + np.int64(together) >= least:
+      if passed + U(together) >= least:
         break
-      passed += np.int64(together)
+      passed += U(together)
       i += GROUP
+    if i + GROUP <= end and together < np.uint32(HOT):
+      # Without a branch: where a change lies is what nobody can predict.
+      room = least - passed
+      before = total = ahead = U(0)
+      for k in range(15):
+        total += U(weights[words[i + U(k)] >> shift])
+        below = total < room
+        ahead += U(below)
+        before = total if below else before
+      return i + ahead, passed + before, hots
     stop = min(i + GROUP, end)
     while i < stop:
-      here = np.int64(weights[words[i] >> shift])
+      here = U(weights[words[i] >> shift])
       if passed + here < least:
         passed += here
-      elif here < HOT:
+      elif here < U(HOT):
         return i, passed, hots
       else:
         hot[hots] = i
@@ -444,8 +476,8 @@ def _scan(words, weights, shift, i, end, least, hot, hots):
 
 
 @compiled
-def find_changes(base, new, offset, positions):
-  """Writes offset + k where words k differ, ascending; returns how many do."""
+def find_changes(base, new, offset, positions, values):
+  """Writes offset + k, and the new word, where words k differ; how many do."""
   n = U(0)
   whole = len(base) >> 6
   for block in range(whole):
@@ -462,10 +494,12 @@ def find_changes(base, new, offset, positions):
         # The exponent of a power of two, as a number with a fraction.
         exponent = (np.float64(lowest).view(np.int64) >> 52) - 1023
         positions[n] = offset + np.int64(first) + exponent
+        values[n] = new[first + U(exponent)]
         n += U(1)
         bits ^= lowest
   for k in range(whole << 6, len(base)):
     positions[n] = offset + k
+    values[n] = new[k]
     n += U(base[k] != new[k])
   return n
 
@@ -484,8 +518,8 @@ def count_classes(base, positions, shift, changed, words, stride):
 @compiled
 def encode_piece(
   base,
-  new,
   changes,
+  values,
   weights,
   shift,
   mask,
@@ -501,8 +535,9 @@ def encode_piece(
   """Codes the words of a piece that changed. False where `out` is too small.
 
   Args:
-    base, new: unsigned words [n].
-    changes: ascending positions at which they differ.
+    base: unsigned words [n].
+    changes: ascending positions at which they change.
+    values: the words that they become.
     weights: int32, hazard of a word by its highest bits, or HOT.
     shift, mask: class = word >> shift & mask.
     span: models of one class.
@@ -523,17 +558,17 @@ def encode_piece(
     while k < count and weights[base[U(changes[k])] >> shift] >= HOT:
       k += U(1)
     ahead = U(changes[k]) if k < count else size
-    horizon = ((np.int64(HORIZON - 1) << GAIN_BITS) + gain - 1) // gain
+    horizon = ((U(HORIZON - 1) << U(GAIN_BITS)) + gain - U(1)) // gain
     stop, passed, hots = _scan(
       base, weights, shift, i, ahead, horizon, hot, hots
     )
-    here = np.int64(0)
+    here = U(0)
     hit = False
     if stop == ahead and ahead < size:
-      here = np.int64(weights[base[ahead] >> shift])
+      here = U(weights[base[ahead] >> shift])
       hit = passed + here < horizon
-    start = REACHED[SEGMENTS]
-    end = np.int64(1) << SCALE_BITS
+    start = REACHED[U(SEGMENTS)]
+    end = U(1 << SCALE_BITS)
     if hit:
       start, end = _share(passed, gain), _share(passed + here, gain)
     elif stop == size:
@@ -548,13 +583,13 @@ def encode_piece(
     if hit:
       m = span * np.int64((base[i] >> shift) & mask)
       low, rng, at = _put_value(
-        models, m, how, width, base[i], new[i], out, low, rng, at
+        models, m, how, width, base[i], values[k], out, low, rng, at
       )
       i += U(1)
       k += U(1)
     else:
-      here = np.int64(0)
-    _learn(gauge, passed + here, np.int64(hit))
+      here = U(0)
+    _learn(gauge, passed + here, U(hit))
   k = U(0)
   for h in range(hots):
     i = U(hot[h])
@@ -565,7 +600,16 @@ def encode_piece(
     low, rng, at = _put_bit(models, flags + context, hit, out, low, rng, at)
     if hit:
       low, rng, at = _put_value(
-        models, span * context, how, width, base[i], new[i], out, low, rng, at
+        models,
+        span * context,
+        how,
+        width,
+        base[i],
+        values[k],
+        out,
+        low,
+        rng,
+        at,
       )
     if at > room:
       return False
@@ -601,21 +645,21 @@ def apply_piece(
   while True:
     gain = gauge[GAIN]
     r = rng >> U(SCALE_BITS)
-    v = np.int64(min(code // r, U((1 << SCALE_BITS) - 1)))
+    v = min(code // r, U((1 << SCALE_BITS) - 1))
     least = _within(v, gain)
     stop, passed, hots = _scan(words, weights, shift, i, size, least, hot, hots)
     hit = False
-    here = np.int64(0)
-    start = REACHED[SEGMENTS]
-    end = np.int64(1) << SCALE_BITS
+    here = U(0)
+    start = REACHED[U(SEGMENTS)]
+    end = U(1 << SCALE_BITS)
     if stop == size:
       start = _share(passed, gain)
     elif v < start:
       hit = True
-      here = np.int64(weights[words[stop] >> shift])
+      here = U(weights[words[stop] >> shift])
       start, end = _share(passed, gain), _share(passed + here, gain)
     code -= r * U(start)
-    rng = r * U(max(end - start, 1))
+    rng = r * max(end - start, U(1))
     if rng < _WORD:
       rng <<= U(32)
       code = (code << U(32)) | _next(data, at)
@@ -631,7 +675,7 @@ def apply_piece(
       )
       words[i] = words.dtype.type(value)
       i += U(1)
-    _learn(gauge, passed + here, np.int64(hit))
+    _learn(gauge, passed + here, U(hit))
   for h in range(hots):
     i = U(hot[h])
     context = np.int64((words[i] >> shift) & mask)

@@ -1,6 +1,7 @@
 """What changed between two sets of weights, as bytes. Pure, lossless, checked.
 
     encode(base, new) -> bytes        apply(base, blob) -> new
+    encode_changes(base, changes) -> bytes
 
 Both sides are flat dicts, name -> numpy array of one of `DTYPES` (packed FP4
 and INT4 travel as uint8). The result is bit-equal to `new` always: arrays are
@@ -13,7 +14,7 @@ sides hold the base, so a change is coded under a rate for the exponent of its
 base weight. This is smaller than what the entropy of mask and values allows to
 a codec that treats all weights alike.
 
-Format, version 2
+Format, version 3
 =================
 
 Integers are little-endian; varints are LEB128 (seven bits a byte, lowest first,
@@ -117,9 +118,9 @@ Values, of a changed word with base word b:
     step        d = new - b mod 2^w; the models are those of b's class: first
                 a bit, d >= 2^(w-1) (p = 2^21, n = 8), and then the size of d
                 as a signed number, of k bits: for n = 1, 2 ... below w a bit,
-                whether k > n (model n, p = 2^19, n = 1). Then, of the k - 1
-                bits below the highest: the first under model (k, 0), the second
-                under model (k, 1 + the first), the rest raw.
+                whether k > n (model n, p = 2^19, n = 1). Then the k - 1 bits
+                below the highest: up to 4 (where w is 8, all) as a tree, its
+                models those of k, the rest raw.
     uint8       a tree of 4 bits, the new high nibble, under 16 models for each
                 high nibble of b; a tree of 4 bits, the new low nibble, under 16
                 models for each of (whether the high one changed, low of b).
@@ -135,6 +136,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import os
 from typing import Any
@@ -144,11 +146,14 @@ import numpy as np
 import xxhash
 
 from composer.weights import coding
+from composer.weights import compiled
 
 Flat = Mapping[str, np.ndarray]
+# Of some tensors: ascending positions in C order, and the words there now.
+Changed = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 MAGIC = b'CMPDELT'
-FORMAT = 2
+FORMAT = 3
 PIECE_BYTES = 1 << 23
 _BLOCK_BYTES = 1 << 17  # compared and hashed while in the cache
 
@@ -205,35 +210,46 @@ class Header:
 
 
 def encode(
-  base: Flat, new: Flat, *, values: str = 'step', threads: int | None = None
+  base: Flat,
+  new: Flat,
+  *,
+  changes: Changed | None = None,
+  values: str = 'step',
+  threads: int | None = None,
 ) -> bytes:
   """Codes `new` given `base`.
 
   Args:
     base: what the reader holds.
     new: what the reader is to hold; same names, dtypes and shapes.
+    changes: of tensors of which it is known where they differ, because a device
+      has found it; those are not compared. The bytes are the same.
     values: 'step' (smallest) or 'overwrite' (idempotent).
     threads: at most; None: one a core. The bytes do not depend on it.
 
   Raises:
     ValueError: the trees differ (the first difference is named), an array has a
-      dtype outside `DTYPES`, or `values` is unknown.
+      dtype outside `DTYPES`, `values` is unknown, or changes are malformed.
   """
   if values not in _VALUES:
     raise ValueError(f'values={values!r} is unknown; use one of {_VALUES}')
   tree = describe(base)
   check_same_tree(tree, describe(new))
+  known = check_changes(base, changes or {})
   base_words, new_words = _words(base), _words(new)
 
   def code(span: _Span) -> tuple[coding.Coded, list[tuple[bytes, bytes]]]:
-    pieces, changes, digests = [], [], []
+    pieces, found, digests = [], [], []
     for piece in span.pieces:
       old, now = piece.of(base_words), piece.of(new_words)
-      where, *both = _compare(old, now)
+      if piece.name in known:
+        where, both = _known(piece, known[piece.name], old, now), None
+      else:
+        where, *both = _compare(old, now)
       pieces.append((old, now))
-      changes.append(where)
-      digests.append(tuple(both))
-    coded = coding.encode(span.kind, pieces, changes, values == 'overwrite')
+      found.append(where)
+      digests.append(tuple(both or map(xxhash.xxh3_128_digest, (old, now))))
+    coded = coding.encode(span.kind, pieces, found, values == 'overwrite')
     return coded, digests
 
   spans = _spans(tree)
@@ -243,6 +259,59 @@ def encode(
     for side in (0, 1)
   )
   return _seal(values, tree, old, now, [coded for coded, _ in done])
+
+
+def encode_changes(
+  base: Flat,
+  changes: Changed,
+  *,
+  out: Flat | None = None,
+  values: str = 'step',
+  threads: int | None = None,
+) -> bytes:
+  """The bytes of `encode(base, new)`, from what changed alone.
+
+  Args:
+    base: what the reader holds.
+    changes: of the tensors that change at all: integers [n], ascending, which
+      of the flattened elements; and unsigned words [n], their new bits.
+      Elements that keep their bits may be among them.
+    out: writable arrays of the same tree, which become the new weights.
+    values, threads: of `encode`.
+
+  Raises:
+    ValueError: as `encode`; `out` is not touched then.
+  """
+  new = patch(base, changes, out=out, threads=threads)
+  return encode(base, new, changes=changes, values=values, threads=threads)
+
+
+def patch(
+  base: Flat,
+  changes: Changed,
+  *,
+  out: Flat | None = None,
+  threads: int | None = None,
+) -> dict[str, np.ndarray]:
+  """`base` with `changes`, in `out` or in new arrays (read-only)."""
+  tree = describe(base)
+  known = check_changes(base, changes)
+  if out is None:
+    result, target = _fresh(tree)
+  else:
+    result, target = dict(out), _writable(tree, base, out, False)
+  words = _words(base)
+
+  def fill(span: _Span) -> None:
+    for piece in span.pieces:
+      into = piece.of(target)
+      np.copyto(into, piece.of(words))
+      if piece.name in known:
+        low, high, (positions, now) = _within(piece, known[piece.name])
+        into[positions[low:high] - piece.low] = now[low:high]
+
+  _map(fill, _spans(tree), threads)
+  return result
 
 
 def apply(
@@ -307,6 +376,20 @@ def apply(
   )
 
 
+@functools.cache
+def compile_for(dtype: str) -> None:
+  """Compiles the loops for a dtype, or reads them from the disk's cache.
+
+  Else the first delta of a process does it: some seconds of one core where it
+  has never been done on this machine.
+  """
+  base = np.zeros(64, f'u{DTYPES[dtype].itemsize}')
+  new = base.copy()
+  new[1] = 1
+  pair = [{'w': words.view(DTYPES[dtype])} for words in (base, new)]
+  apply(pair[0], encode(*pair, threads=1), threads=1)
+
+
 def count_changed(base: Flat, new: Flat) -> int:
   """Elements that differ in any bit (of equal trees)."""
   old = _words(base)
@@ -361,6 +444,38 @@ def check_same_tree(base: list[list[Any]], new: list[list[Any]]) -> None:
     f'{name!r} is {old_by_name[name]} in the base and {new_by_name[name]} in'
     ' new (dtype, shape); publish a full base instead'
   )
+
+
+def check_changes(
+  base: Flat, changes: Changed
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+  """Positions as int64 and their words; ValueError for what cannot be."""
+  known = {}
+  for name, (positions, words) in changes.items():
+    if name not in base:
+      raise ValueError(f'changes of {name!r}, which the base does not have')
+    kind = np.dtype(f'u{base[name].itemsize}')
+    if (
+      positions.dtype.kind not in 'iu'
+      or words.dtype != kind
+      or positions.ndim != 1
+      or positions.shape != words.shape
+    ):
+      raise ValueError(
+        f'changes of {name!r} are {positions.dtype} {list(positions.shape)} and'
+        f' {words.dtype} {list(words.shape)}; they must be integers [n] and'
+        f' {kind} [n]'
+      )
+    at = positions.astype(np.int64)
+    if at.size and (
+      at[0] < 0 or at[-1] >= base[name].size or (np.diff(at) <= 0).any()
+    ):
+      raise ValueError(
+        f'positions of changes of {name!r} must ascend within its'
+        f' {base[name].size} elements'
+      )
+    known[name] = at, np.ascontiguousarray(words)
+  return known
 
 
 def tree_digest(tree: list[list[Any]]) -> str:
@@ -467,18 +582,39 @@ def _words(flat: Flat) -> dict[str, np.ndarray]:
 
 def _compare(
   base: np.ndarray, new: np.ndarray
-) -> tuple[np.ndarray, bytes, bytes]:
-  """(positions that differ, digest of base, digest of new) of one piece."""
+) -> tuple[coding.Changes, bytes, bytes]:
+  """(what differs, digest of base, digest of new) of one piece."""
   positions = np.empty(len(base) + 1, np.int32)
+  values = np.empty(len(base) + 1, base.dtype)
   old, now = xxhash.xxh3_128(), xxhash.xxh3_128()
   block = _BLOCK_BYTES // base.itemsize
-  count = 0
+  n = 0
   for low in range(0, len(base), block):
     a, b = base[low : low + block], new[low : low + block]
-    count += coding.find_changes(a, b, low, positions[count:])
+    n += compiled.find_changes(a, b, low, positions[n:], values[n:])
     old.update(a)
     now.update(b)
-  return positions[:count].copy(), old.digest(), now.digest()
+  found = coding.Changes(positions[:n].copy(), values[:n].copy())
+  return found, old.digest(), now.digest()
+
+
+def _within(piece: _Piece, known: Any) -> tuple[int, int, Any]:
+  """Which of the changes of a tensor lie in a piece of it."""
+  low, high = np.searchsorted(known[0], (piece.low, piece.high))
+  return int(low), int(high), known
+
+
+def _known(
+  piece: _Piece, known: Any, base: np.ndarray, new: np.ndarray
+) -> coding.Changes:
+  """Of a piece, without those that change nothing."""
+  low, high, (positions, words) = _within(piece, known)
+  positions = (positions[low:high] - piece.low).astype(np.int32)
+  words = words[low:high]
+  if not np.array_equal(new[positions], words):
+    raise ValueError(f'new differs from the changes given of {piece.name!r}')
+  differ = base[positions] != words
+  return coding.Changes(positions[differ], words[differ])
 
 
 def _scatter(tree, header, payload, words, target, threads) -> str:

@@ -23,8 +23,7 @@ import dataclasses
 import errno
 import threading
 import time
-
-import numpy as np
+from typing import Any
 
 from composer.weights import pieces
 from composer.weights import sync
@@ -38,7 +37,7 @@ RETRY_S = (0.1, 10.0)  # first and longest pause between two attempts
 class Form:
   """What a host uploads of a version in one form; see `Publisher.publish`."""
 
-  flat: Mapping[str, np.ndarray]
+  flat: Mapping[str, Any]
   shapes: Mapping[str, pieces.Shape] = dataclasses.field(default_factory=dict)
 
 
@@ -95,6 +94,11 @@ class Pipeline:
       target=self._main, name='publish', daemon=True
     )
     self._thread.start()
+
+  @property
+  def forms(self) -> tuple[str, ...]:
+    """What is published of every version."""
+    return tuple(self._publishers)
 
   def submit(self, version: int, make: Make) -> None:
     """Hands over a version; `make(form)` is called later, by the worker.

@@ -43,7 +43,7 @@ import uuid
 import tensorstore as ts
 import xxhash
 
-FORMAT = 2
+FORMAT = 3
 WAIT_S = 60.0
 OPEN_S = 15.0  # for a first answer where no credentials are to be seen
 PROBES = 3
@@ -309,18 +309,35 @@ def _plain(error: ValueError, key: str, doing: str) -> Exception:
   return ValueError(f'{doing} {key} of the exchange failed: {text}')
 
 
+_BEGUN = '.__lock'  # the file driver's name for a key while it is written
+
+
 def remove_below(kv: ts.KvStore, prefix: str) -> None:
   """Deletes all keys under `prefix`, which ends in '/', and empty folders.
 
-  A file system keeps the folders of keys that were deleted; nobody may be
-  writing below the prefix any more.
+  A file system keeps the folders of keys that were deleted, and what a write
+  that was killed had begun; nobody may be writing below the prefix any more.
   """
   before_write(prefix)
   span = ts.KvStore.KeyRange(prefix, prefix[:-1] + '0')
   await_result(kv.delete_range(span), prefix, 'deleting')
   root = folder(kv)
-  if root is not None:
-    remove_empty(root / prefix)
+  if root is None:
+    return
+  for begun in (root / prefix).rglob(f'*{_BEGUN}'):
+    begun.unlink(missing_ok=True)
+  remove_empty(root / prefix)
+
+
+def folders(kv: ts.KvStore, prefix: str) -> list[str]:
+  """Folders right below `prefix` of a file store, those without keys too.
+
+  A writer that was killed leaves such: it had made them for its first key.
+  """
+  root = folder(kv)
+  if root is None or not (root / prefix).is_dir():
+    return []
+  return [path.name for path in (root / prefix).iterdir() if path.is_dir()]
 
 
 def folder(kv: ts.KvStore) -> pathlib.Path | None:

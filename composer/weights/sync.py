@@ -14,7 +14,7 @@ what it needs, so that the publisher's side keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import os
 import pathlib
@@ -84,6 +84,7 @@ class Publisher:
     hosts: int = 1,
     incarnation: str = '',
     wait_s: float = store.WAIT_S,
+    on_device: bool | None = None,
   ):
     """Claims the form (host 0) or waits for host 0 to have done so.
 
@@ -96,6 +97,8 @@ class Publisher:
       incarnation: a name that all hosts of this start share and no other start
         ever had; needed when there are several.
       wait_s: limit on every wait for other hosts.
+      on_device: find what changed on the devices that the arrays are on
+        (`weights.on_device`); None: on any but a CPU.
     """
     if base_every < 1:
       raise ValueError(f'base_every={base_every} must be at least 1')
@@ -114,7 +117,10 @@ class Publisher:
     self._chain_ratio, self._model = chain_ratio, model
     self._host, self._hosts, self._wait_s = host, hosts, wait_s
     self._incarnation = incarnation
+    self._on_device = on_device
     self._held: Flat | None = None  # what was published last
+    # The same on devices, of arrays that came from there.
+    self._placed: Mapping[str, Any] = {}
     self._previous: Ref | None = None
     self._since_base = 0
     self._chain_bytes = 0
@@ -127,7 +133,7 @@ class Publisher:
 
   def publish(
     self,
-    flat: Mapping[str, np.ndarray],
+    flat: Mapping[str, Any],
     version: int,
     *,
     shapes: Mapping[str, pieces.Shape] | None = None,
@@ -140,7 +146,8 @@ class Publisher:
     single host may call again, under a new incarnation that it takes.
 
     Args:
-      flat: tensors, or pieces of them (`pieces.local`).
+      flat: tensors, or pieces of them (`pieces.local`); of numpy, or of jax on
+        one device each.
       version: newer than all before.
       shapes: whole shapes of the tensors that come in pieces.
       copy: false where the caller never writes to the arrays again.
@@ -158,25 +165,63 @@ class Publisher:
         return landed
     shapes = dict(shapes or {})
     tree = self._check(flat, version, shapes)
-    new: Flat = {
-      name: np.array(array) if copy else array for name, array in flat.items()
-    }
     self._failed = True  # until it has succeeded
     prefix = versions.prefix_of(self._form, version, self.fence)
     kind = self._kind(prefix)
-    part = self._upload(prefix, kind, tree, new, shapes)
+    placed = self._on_devices(flat)
+    # A base is always taken whole: whatever a device's kernel might have
+    # missed ends there.
+    changes = self._changes(placed) if kind == 'delta' else {}
+    new = self._fetched(flat, changes, copy)
+    part = self._upload(prefix, kind, tree, new, shapes, changes)
     if self._host == 0:
       parts = [part, *self._other_parts(prefix)]
       manifest = self._manifest(version, kind, parts)
       ref = versions.write_manifest(self._kv, manifest)
       stats = _stats(dataclasses.asdict(manifest), version, kind, started)
-      self._unanswered = _Attempt(ref, stats, new)
+      self._unanswered = _Attempt(ref, stats, new, placed)
       store.move_head(self._kv, self._form, ref)
       self._previous = ref
     else:
       stats = _stats(part, version, kind, started)
-    self._advance(stats, new)
+    self._advance(stats, new, placed)
     return stats
+
+  def _on_devices(self, flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arrays whose changes are to be found on their devices."""
+    there = {n: a for n, a in flat.items() if not isinstance(a, np.ndarray)}
+    if not there or self._on_device is False:
+      return {}
+    from composer.weights import on_device
+
+    return {
+      name: array
+      for name, array in there.items()
+      if self._on_device or on_device.has(array)
+    }
+
+  def _changes(self, placed: Mapping[str, Any]) -> delta.Changed:
+    now = {name: a for name, a in placed.items() if name in self._placed}
+    if not now:
+      return {}
+    from composer.weights import on_device
+
+    return on_device.find(self._placed, now)
+
+  def _fetched(
+    self, flat: Mapping[str, Any], changes: delta.Changed, copy: bool
+  ) -> Flat:
+    """All of the new weights on the host."""
+    new: Flat = {}
+    if changes:
+      assert self._held is not None
+      held = {name: self._held[name] for name in changes}
+      new = delta.patch(held, changes)
+    for name in flat.keys() - changes.keys():
+      array = flat[name]
+      own = copy and isinstance(array, np.ndarray)
+      new[name] = np.array(array) if own else np.asarray(array)
+    return new
 
   def _start(self) -> None:
     key = f'weights/{self._form}/incarnations/{self._incarnation}'
@@ -213,18 +258,18 @@ class Publisher:
     tried = self._unanswered
     if tried is not None and head.ref == tried.ref:
       self._previous = tried.ref
-      self._advance(tried.stats, tried.new)
+      self._advance(tried.stats, tried.new, tried.placed)
       return tried.stats
     before = self._previous
     self._start()
     if self._previous != before:
-      self._held = None
+      self._held, self._placed = None, {}
     self._failed = False
     return None
 
   def _check(
     self,
-    flat: Mapping[str, np.ndarray],
+    flat: Mapping[str, Any],
     version: int,
     shapes: Mapping[str, pieces.Shape],
   ) -> list[list[Any]]:
@@ -236,7 +281,7 @@ class Publisher:
         f'version={version} of {self._form} cannot be published; the next one'
         f' is {self.next_version or 0} or more (versions are never used twice)'
       )
-    tree = delta.describe(flat)
+    tree = delta.describe({n: _outline(array) for n, array in flat.items()})
     parsed = [pieces.parse(name) for name in flat]
     if self._hosts == 1:
       pieces.check_tiling(shapes, flat)
@@ -288,6 +333,7 @@ class Publisher:
     tree: list[list[Any]],
     new: Flat,
     shapes: Mapping[str, pieces.Shape],
+    changes: delta.Changed,
   ) -> dict[str, Any]:
     """Writes this host's content; what the manifest needs to know of it."""
     part: dict[str, Any] = {
@@ -295,6 +341,7 @@ class Publisher:
       'shapes': dict(shapes),
       'tensors': delta.tensor_digests(new),
       'blobs': [],
+      'groups': _blob_names(new) if kind == 'base' else [],
       'full_bytes': sum(array.nbytes for array in new.values()),
       'words': sum(array.size for array in new.values()),
       'changed': -1,
@@ -309,7 +356,7 @@ class Publisher:
       assert self._held is not None, 'host 0 has a base, so this host does'
       part['changed'] = 0
       for index, names in enumerate(_blob_names(new)):
-        blob, changed = self._upload_delta(prefix, index, names, new)
+        blob, changed = self._upload_delta(prefix, index, names, new, changes)
         part['blobs'].append(dataclasses.asdict(blob))
         part['changed'] += changed
       part['bytes'] = sum(blob['bytes'] for blob in part['blobs'])
@@ -319,12 +366,18 @@ class Publisher:
     return part
 
   def _upload_delta(
-    self, prefix: str, index: int, names: Sequence[str], new: Flat
+    self,
+    prefix: str,
+    index: int,
+    names: Sequence[str],
+    new: Flat,
+    changes: delta.Changed,
   ) -> tuple[Blob, int]:
     assert self._held is not None
     data = delta.encode(
       {name: self._held[name] for name in names},
       {name: new[name] for name in names},
+      changes={name: changes[name] for name in names if name in changes},
     )
     key = f'{self._host}/{index}'
     store.create(self._kv, {prefix + key: data})
@@ -390,16 +443,19 @@ class Publisher:
       model=self._model if base else None,
       shapes=shapes,
       whole_digest=delta.tree_digest(whole),
+      groups=tuple(tuple(g) for part in parts for g in part['groups']),
     )
 
-  def _advance(self, stats: PublishStats, new: Flat) -> None:
+  def _advance(
+    self, stats: PublishStats, new: Flat, placed: Mapping[str, Any]
+  ) -> None:
     if stats.kind == 'base':
       self._since_base, self._chain_bytes = 0, 0
       self._base_bytes = stats.bytes
     else:
       self._since_base += 1
       self._chain_bytes += stats.bytes
-    self._held = new
+    self._held, self._placed = new, placed
     self.next_version = stats.version + 1
     self._unanswered = None
     self._failed = False
@@ -412,6 +468,14 @@ class _Attempt:
   ref: Ref
   stats: PublishStats
   new: Flat
+  placed: Mapping[str, Any]
+
+
+def _outline(array: Any) -> Any:
+  """An array on a device as one of numpy without contents, to look at."""
+  if not hasattr(array, 'devices'):
+    return array
+  return np.broadcast_to(np.zeros((), array.dtype), array.shape)
 
 
 def _stats(
@@ -462,13 +526,22 @@ class Subscriber:
     *,
     reader: tuple[str, str] | None = None,
     directory: str | os.PathLike[str] | None = None,
+    wanted: Callable[[str], bool] | None = None,
   ):
     """Args:
     reader: (cluster, process); then it announces what it holds and needs.
+    wanted: whether this process runs a piece (`pieces.parse` says which part
+      of which tensor it is). Then only blobs with such pieces are read, and
+      `poll` gives the pieces, as they were published. Not with a directory.
     directory: on this machine, where `save` keeps weights, so that after a
       restart only what changed since is fetched; of this form and process only.
     """
-    self._kv, self._form = kv, form
+    if wanted is not None and directory is not None:
+      raise ValueError(
+        'a part of the weights (wanted) cannot be kept in a directory: it would'
+        ' not show of what it is a part'
+      )
+    self._kv, self._form, self._wanted = kv, form, wanted
     self._held: Flat | None = None  # in the publisher's pieces
     self._shapes: Mapping[str, pieces.Shape] = {}
     self._ref: Ref | None = None
@@ -558,8 +631,11 @@ class Subscriber:
   def fetch(self, version: int) -> Flat:
     """A pinned version, whatever is held (ValueError where it is gone)."""
     if version == self.version and self._held is not None:
-      return pieces.assemble(self._held, self._shapes)
-    return versions.fetch(self._kv, self._form, version)[1]
+      return self._seen(self._held, self._shapes)
+    manifests = versions.chain(self._kv, self._form, version)
+    names = self._names(manifests[0])
+    flat = versions.rebuild(self._kv, manifests, names)
+    return self._seen(flat, manifests[0].shapes)
 
   def close(self) -> None:
     """Withdraws what was announced."""
@@ -569,7 +645,16 @@ class Subscriber:
   def _give(self) -> tuple[int, Flat]:
     assert self._ref is not None and self._held is not None
     self._given = self._ref
-    return self._ref.version, pieces.assemble(self._held, self._shapes)
+    return self._ref.version, self._seen(self._held, self._shapes)
+
+  def _seen(self, held: Flat, shapes: Mapping[str, pieces.Shape]) -> Flat:
+    """What the caller gets of the pieces held."""
+    if self._wanted is None:
+      return pieces.assemble(held, shapes)
+    return {name: a for name, a in held.items() if self._wanted(name)}
+
+  def _names(self, base: Manifest) -> frozenset[str] | None:
+    return self._wanted and versions.names_for(base, self._wanted)
 
   def _take(self, ref: Ref, flat: Flat, steps: Sequence[Manifest]) -> None:
     self._ref, self._held = ref, flat
@@ -658,13 +743,15 @@ class Subscriber:
     problems: list[str],
   ) -> tuple[Ref, Flat, Sequence[Manifest]] | None:
     """Applies `steps` (newest first), oldest first, as far as intact."""
-    found = None
+    found, names = None, None
     ordered = list(reversed(steps))
+    if self._wanted is not None and ordered:
+      names = frozenset(start) if start else self._names(ordered[0][1])
     reads: list[Any] = []
     for index, (ref, manifest) in enumerate(ordered):
-      self._read_ahead(ordered, index, reads)
+      self._read_ahead(ordered, index, reads, names)
       try:
-        start = versions.load(self._kv, manifest, start, reads[index])
+        start = versions.load(self._kv, manifest, start, reads[index], names)
       except BrokenWeights as error:
         problems.append(f'version {ref.version}: {error}')
         break
@@ -673,7 +760,11 @@ class Subscriber:
     return found
 
   def _read_ahead(
-    self, ordered: Sequence[tuple[Ref, Manifest]], index: int, reads: list[Any]
+    self,
+    ordered: Sequence[tuple[Ref, Manifest]],
+    index: int,
+    reads: list[Any],
+    names: frozenset[str] | None,
   ) -> None:
     """Begins to read the blobs of the next versions while one is decoded."""
     ahead = sum(manifest.bytes for _, manifest in ordered[index : len(reads)])
@@ -682,7 +773,7 @@ class Subscriber:
       ahead += manifest.bytes
       if len(reads) > index and ahead > AHEAD_BYTES:
         break
-      reads.append(versions.start(self._kv, manifest))
+      reads.append(versions.start(self._kv, manifest, names))
 
   def _newer(self, ref: Ref) -> bool:
     return self._ref is None or ref.version > self._ref.version

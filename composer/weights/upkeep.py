@@ -11,7 +11,7 @@ for people, as the clocks of clusters disagree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import time
 from typing import Any
@@ -263,7 +263,9 @@ def collect(
   gone = []
   # The newest first: a collection that is cut short then leaves no delta whose
   # base is gone on the way from HEAD.
-  for version, fence in sorted(_directories(kv).get(form, ()), reverse=True):
+  there = _directories(kv).get(form, set())
+  there |= _versions_of(store.folders(kv, f'weights/{form}/'))
+  for version, fence in sorted(there, reverse=True):
     abandoned = (version, fence) not in live and fence < head.claimed
     if version < floor or abandoned:
       _delete_version(kv, form, version, fence)
@@ -360,9 +362,16 @@ def _directories(kv: ts.KvStore) -> dict[str, set[tuple[int, int]]]:
   found: dict[str, set[tuple[int, int]]] = {}
   for key in store.keys(kv, 'weights/'):
     parts = key.split('/')
-    if len(parts) < 4:
-      continue
-    version, _, fence = parts[2].partition('-')
+    if len(parts) >= 4 and (version := _versions_of([parts[2]])):
+      found.setdefault(parts[1], set()).update(version)
+  return found
+
+
+def _versions_of(folders: Iterable[str]) -> set[tuple[int, int]]:
+  """{(version, fence)} of names like '12-3'; others are none of ours."""
+  found = set()
+  for name in folders:
+    version, _, fence = name.partition('-')
     if version.isdigit() and fence.isdigit():
-      found.setdefault(parts[1], set()).add((int(version), int(fence)))
+      found.add((int(version), int(fence)))
   return found

@@ -10,7 +10,7 @@ over several hosts are `pieces`; below, a tensor may be such a piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -69,6 +69,8 @@ class Manifest:
     shapes: of the tensors that are in pieces.
     whole_digest: `delta.tree_digest` of the tensors with their pieces together:
       the same however they are sharded.
+    groups: of a base, names that deltas will have in one blob: who reads one of
+      them reads all.
   """
 
   form: str
@@ -91,6 +93,7 @@ class Manifest:
     default_factory=dict
   )
   whole_digest: str = ''
+  groups: tuple[tuple[str, ...], ...] = ()
 
 
 def prefix_of(form: str, version: int, fence: int) -> str:
@@ -118,10 +121,12 @@ def read_manifest(kv: ts.KvStore, form: str, ref: Ref) -> Manifest:
   del fields['format']
   previous = fields.pop('previous')
   shapes = fields.pop('shapes', {})
+  groups = fields.pop('groups', ())
   return Manifest(
     **fields
     | {
       'shapes': {name: tuple(shape) for name, shape in shapes.items()},
+      'groups': tuple(tuple(group) for group in groups),
       'previous': None if previous is None else Ref(**previous),
       'tree': tuple((n, d, tuple(s)) for n, d, s in fields['tree']),
       'blobs': tuple(
@@ -243,10 +248,29 @@ def _stored_as(dtype: np.dtype) -> np.dtype:
   return dtype if dtype.isbuiltin == 1 else np.dtype(f'u{dtype.itemsize}')
 
 
-def read_base(kv: ts.KvStore, manifest: Manifest) -> dict[str, np.ndarray]:
-  """Reads a base and verifies every tensor (BrokenWeights)."""
+def names_for(
+  manifest: Manifest, wanted: Callable[[str], bool]
+) -> frozenset[str]:
+  """What must be read of a base to follow the wanted names through deltas."""
+  groups = manifest.groups or (tuple(name for name, _, _ in manifest.tree),)
+  found = frozenset(
+    name for group in groups if any(map(wanted, group)) for name in group
+  )
+  if manifest.tree and not found:
+    raise ValueError(
+      f'none of the {len(manifest.tree)} pieces of {manifest.form} is wanted;'
+      f' the first is {manifest.tree[0][0]!r}'
+    )
+  return found
+
+
+def read_base(
+  kv: ts.KvStore, manifest: Manifest, names: frozenset[str] | None = None
+) -> dict[str, np.ndarray]:
+  """Reads a base, or some of it, and verifies every tensor (BrokenWeights)."""
   prefix = prefix_of(manifest.form, manifest.version, manifest.fence)
-  parsed = [pieces.parse(entry[0]) for entry in manifest.tree]
+  tree = [e for e in manifest.tree if names is None or e[0] in names]
+  parsed = [pieces.parse(entry[0]) for entry in tree]
   opened = {
     name: ts.open(
       {'driver': 'zarr3'}, kvstore=kv / f'{prefix}base/{name}/', open=True
@@ -260,7 +284,7 @@ def read_base(kv: ts.KvStore, manifest: Manifest) -> dict[str, np.ndarray]:
       for name, future in opened.items()
     }
     reads = [_read_box(arrays[name], box) for name, box in parsed]
-    for (piece, kind, _), future in zip(manifest.tree, reads, strict=True):
+    for (piece, kind, _), future in zip(tree, reads, strict=True):
       words = store.await_result(future, f'{prefix}base/{piece}', 'reading')
       flat[piece] = words.view(delta.DTYPES[kind])
       flat[piece].flags.writeable = False
@@ -270,6 +294,8 @@ def read_base(kv: ts.KvStore, manifest: Manifest) -> dict[str, np.ndarray]:
   for name, got in digests.items():
     if got != manifest.tensors[name]:
       raise BrokenWeights(f'{prefix}base/{name} is damaged: wrong digest')
+  if names is not None:
+    return flat
   whole = delta.combine_digests(delta.describe(flat), digests)
   if whole != manifest.digest:
     raise BrokenWeights(f'the base {prefix} is not what its manifest describes')
@@ -283,10 +309,21 @@ def _read_box(array: ts.TensorStore, box: pieces.Box | None) -> ts.Future:
   return array.read()
 
 
-def start(kv: ts.KvStore, manifest: Manifest) -> list[ts.Future]:
+def start(
+  kv: ts.KvStore, manifest: Manifest, names: frozenset[str] | None = None
+) -> list[ts.Future]:
   """Begins to read a delta's blobs, for `load`; nothing of a base."""
   prefix = prefix_of(manifest.form, manifest.version, manifest.fence)
-  return [kv.read(prefix + blob.key) for blob in manifest.blobs]
+  return [kv.read(prefix + blob.key) for blob in _blobs(manifest, names)]
+
+
+def _blobs(manifest: Manifest, names: frozenset[str] | None) -> list[Blob]:
+  """Those that have any of the names."""
+  return [
+    blob
+    for blob in manifest.blobs
+    if names is None or blob.names is None or not names.isdisjoint(blob.names)
+  ]
 
 
 def load(
@@ -294,22 +331,24 @@ def load(
   manifest: Manifest,
   held: Mapping[str, np.ndarray] | None,
   reads: Sequence[ts.Future] | None = None,
+  names: frozenset[str] | None = None,
 ) -> dict[str, np.ndarray]:
   """The version's weights; a delta is applied to `held`, its predecessor's.
 
-  `reads` are those that `start` began. Weights are in the pieces that were
+  `reads` are those that `start` began; `names` (from `names_for`) are all that
+  is read, None for everything. Weights are in the pieces that were
   published; `pieces.assemble` puts them together.
 
   Raises BrokenWeights, and returns nothing, unless the result is bit-equal to
   what was published.
   """
   if manifest.kind == 'base':
-    return read_base(kv, manifest)
+    return read_base(kv, manifest, names)
   assert held is not None, 'a delta needs the weights before it'
   prefix = prefix_of(manifest.form, manifest.version, manifest.fence)
-  reads = start(kv, manifest) if reads is None else reads
+  reads = start(kv, manifest, names) if reads is None else reads
   flat: dict[str, np.ndarray] = {}
-  for blob, future in zip(manifest.blobs, reads, strict=True):
+  for blob, future in zip(_blobs(manifest, names), reads, strict=True):
     result = store.await_result(future, prefix + blob.key, 'reading')
     if result.state != 'value':
       raise BrokenWeights(f'{prefix}{blob.key} is missing')
@@ -325,7 +364,10 @@ def load(
       raise BrokenWeights(f'{prefix}{blob.key}: {error}') from error
   # A blob is what was published, by its digest; it says what it leads to, and
   # `delta.apply` has checked that. What is left is that none was left out.
-  if delta.tree_digest(delta.describe(flat)) != manifest.tree_digest:
+  whole = flat.keys() == names
+  if names is None:
+    whole = delta.tree_digest(delta.describe(flat)) == manifest.tree_digest
+  if not whole:
     raise BrokenWeights(f'the deltas of {prefix} do not make it whole')
   return flat
 
@@ -361,15 +403,17 @@ def chain(
 
 
 def rebuild(
-  kv: ts.KvStore, manifests: Sequence[Manifest]
+  kv: ts.KvStore,
+  manifests: Sequence[Manifest],
+  names: frozenset[str] | None = None,
 ) -> dict[str, np.ndarray]:
   """Weights at the end of a `chain`, in the pieces they were published in."""
   flat = None
-  ahead = [start(kv, manifest) for manifest in manifests[:2]]
+  ahead = [start(kv, manifest, names) for manifest in manifests[:2]]
   for index, manifest in enumerate(manifests):
     if index + 2 < len(manifests):
-      ahead.append(start(kv, manifests[index + 2]))
-    flat = load(kv, manifest, flat, ahead.pop(0))
+      ahead.append(start(kv, manifests[index + 2], names))
+    flat = load(kv, manifest, flat, ahead.pop(0), names)
   assert flat is not None
   return flat
 

@@ -20,7 +20,7 @@ H = 4 * UNIT - 1
 
 def decode(base, blob):
   """The new weights, a dict like `base`."""
-  assert blob[:7] == b'CMPDELT' and blob[7] == 2
+  assert blob[:7] == b'CMPDELT' and blob[7] == 3
   assert xxhash.xxh3_64(blob[:-8]).digest() == blob[-8:]
   overwrite = blob[8] == 1
   tree = [[n, base[n].dtype.name, list(base[n].shape)] for n in sorted(base)]
@@ -296,11 +296,8 @@ def value(coder, old, kind, dtype, overwrite):
   n = 1
   while n < bits and coder.bit((kind, 'more', n), p=1 << 19):
     n += 1
-  size = 1
-  if n > 1:
-    bit = coder.bit((kind, n, 0))
-    size = 2 + bit
-    if n > 2:
-      size = 2 * size + coder.bit((kind, n, 1 + bit))
-      size = (size << (n - 3)) | coder.raw(n - 3)
+  some = min(n - 1, 7 if bits == 8 else 4)
+  size = (1 << some) | coder.tree((kind, n), some)
+  rest = n - 1 - some
+  size = (size << rest) | coder.raw(rest)
   return (old - size if down else old + size) % (1 << bits)

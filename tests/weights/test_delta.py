@@ -313,6 +313,78 @@ def test_digests_compose_and_see_everything():
   assert len({whole, *map(delta.digest, others)}) == 5
 
 
+def _changes(base, new):
+  """What a device would find: (positions, words) of the tensors that differ."""
+  found = {}
+  for name in base:
+    old, now = (
+      x[name].reshape(-1).view(f'u{x[name].itemsize}') for x in (base, new)
+    )
+    (where,) = np.nonzero(old != now)
+    if where.size:
+      found[name] = where.astype(np.uint32), now[where]
+  return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(_pairs(), st.sampled_from(['step', 'overwrite']))
+def test_encoding_from_changes_gives_the_same_bytes(pair, values):
+  base, new = pair
+  changes = _changes(base, new)
+  blob = delta.encode(base, new, values=values)
+  out = {name: np.zeros_like(array) for name, array in base.items()}
+  assert delta.encode_changes(base, changes, out=out, values=values) == blob
+  assert _bits(out) == _bits(new)
+  assert delta.encode(base, new, changes=changes, values=values) == blob
+  # Those that change nothing are left out.
+  everywhere = {
+    name: (np.arange(a.size), a.reshape(-1).view(f'u{a.itemsize}').copy())
+    for name, a in new.items()
+  }
+  assert delta.encode_changes(base, everywhere, values=values) == blob
+
+
+def test_changes_over_many_buckets(monkeypatch):
+  monkeypatch.setattr(delta, 'PIECE_BYTES', 240)
+  base, new = _adam(1e-3, 5000)
+  base['b'], new['b'] = np.zeros(400, np.float32), np.ones(400, np.float32)
+  got = delta.encode_changes(base, _changes(base, new))
+  assert got == delta.encode(base, new)
+
+
+@pytest.mark.parametrize(
+  'name, positions, words, message',
+  [
+    ('x', [0], np.uint16([1]), 'does not have'),
+    ('w', [0.0], np.uint16([1]), 'integers'),
+    ('w', [0], np.uint32([1]), 'uint16'),
+    ('w', [0, 1], np.uint16([1]), 'integers'),
+    ('w', [1, 1], np.uint16([1, 2]), 'ascend'),
+    ('w', [2, 1], np.uint16([1, 2]), 'ascend'),
+    ('w', [-1, 1], np.uint16([1, 2]), 'ascend'),
+    ('w', [0, 4096], np.uint16([1, 2]), 'ascend'),
+  ],
+)
+def test_changes_that_cannot_be_are_refused(name, positions, words, message):
+  base = _bf16()
+  out = {name: np.zeros_like(array) for name, array in base.items()}
+  with pytest.raises(ValueError, match=message):
+    delta.encode_changes(base, {name: (np.array(positions), words)}, out=out)
+  assert not out['w'].any()
+
+
+def test_changes_that_contradict_the_new_weights_are_refused():
+  base, new = _bf16(0), _bf16(1)
+  wrong = {'w': (np.array([0]), ~new['w'][:1].view(np.uint16))}
+  with pytest.raises(ValueError, match='differs from the changes'):
+    delta.encode(base, new, changes=wrong)
+
+
+def test_compiling_ahead_takes_any_dtype():
+  for dtype in delta.DTYPES:
+    delta.compile_for(dtype)
+
+
 def _entropy(share):
   share = np.clip(share, 1e-12, 1 - 1e-12)
   return -share * np.log2(share) - (1 - share) * np.log2(1 - share)

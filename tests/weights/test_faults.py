@@ -107,6 +107,22 @@ def test_publisher_killed_before_every_write(tmp_path):
   assert len(folders) == 2, folders
 
 
+def test_what_a_killed_write_leaves_on_the_disk_is_collected(tmp_path):
+  """A folder without keys; a key that was being written when it was killed."""
+  kv = store.open_exchange(f'file://{tmp_path}/exchange')
+  folder = tmp_path / 'exchange/weights/bf16'
+  publishers = [sync.Publisher(kv, FORM, 9) for _ in range(2)]
+  publishers[1].publish(_weights(0), 0)
+  for name in ('0-1/base/w/c', '7-1/0', '9-2/0'):  # fence 2 may be at work
+    (folder / name).mkdir(parents=True)
+  (folder / '7-1/0/0.__lock').write_bytes(b'half')
+  (folder / 'other').mkdir()
+  upkeep.collect(kv, FORM, upkeep.Watch())
+  left = sorted(path.name for path in folder.iterdir())
+  assert left == ['0-2', '9-2', 'other']
+  assert upkeep.verify(kv, FORM).problems == ()
+
+
 def _fail_at(monkeypatch, point, error):
   """Before write number `point` (from 1) raises, once; the count so far."""
   count = [0]

@@ -54,9 +54,9 @@ def _watch_reads(monkeypatch):
   """Bases that are read from now on."""
   read, plain = [], sync.versions.read_base
 
-  def read_base(kv, manifest):
+  def read_base(kv, manifest, names=None):
     read.append(manifest.version)
-    return plain(kv, manifest)
+    return plain(kv, manifest, names)
 
   monkeypatch.setattr(sync.versions, 'read_base', read_base)
   return read

@@ -391,3 +391,74 @@ def test_a_chain_that_grew_large_ends_in_a_base(kv):
     flat = {'w': rng.integers(0, 2**16, 5000, np.uint16)}  # all changes
     kinds.append(publisher.publish(flat, version).kind)
   assert kinds == ['base', 'delta'] * 4
+
+
+def _cut(version):
+  """Two tensors, one of them in four pieces of rows."""
+  rng = np.random.default_rng(5)
+  words = rng.integers(0, 2**16, (8, 40), np.uint16)
+  words[:, version] += np.uint16(1 + version)
+  array = words.view(ml_dtypes.bfloat16)
+  flat = {f'w@{n}:{n + 2},0:40': array[n : n + 2] for n in (0, 2, 4, 6)}
+  return flat | {'a': array[0].copy()}, {'w': (8, 40)}
+
+
+def _last_rows(piece):
+  name, box = pieces.parse(piece)
+  return name == 'w' and box[0][0] >= 4
+
+
+def test_a_reader_of_a_part_reads_only_its_part(kv, monkeypatch):
+  """What it does not want may be missing, in the base and in the deltas."""
+  monkeypatch.setattr(sync, 'BLOB_BYTES', 400)  # two blobs
+  publisher = sync.Publisher(kv, FORM, 3)
+  whole, part = sync.Subscriber(kv, FORM), None
+  for version in range(5):
+    flat, shapes = _cut(version)
+    publisher.publish(flat, version, shapes=shapes)
+    prefix = versions.prefix_of(FORM, version, publisher.fence)
+    if version % 3 == 0:
+      store.write(kv, f'{prefix}base/w/c/0/0', None)
+    else:
+      store.write(kv, f'{prefix}0/0', None)
+    part = part or sync.Subscriber(kv, FORM, wanted=_last_rows)
+    number, got = part.poll()
+    assert number == version
+    assert set(got) == {'w@4:6,0:40', 'w@6:8,0:40'}
+    assert all(got[name].tobytes() == flat[name].tobytes() for name in got)
+    with pytest.raises(store.BrokenWeights):
+      whole.poll()
+  assert part.fetch(4).keys() == part.fetch(3).keys() == got.keys()
+  late = sync.Subscriber(kv, FORM, wanted=_last_rows).poll()
+  assert late[0] == 4 and late[1]['w@4:6,0:40'].tobytes() == (
+    flat['w@4:6,0:40'].tobytes()
+  )
+
+
+def test_damage_in_a_part_is_found(kv, monkeypatch):
+  monkeypatch.setattr(sync, 'BLOB_BYTES', 400)
+  publisher = sync.Publisher(kv, FORM, 9)
+  part = sync.Subscriber(kv, FORM, wanted=_last_rows)
+  for version in range(2):
+    flat, shapes = _cut(version)
+    publisher.publish(flat, version, shapes=shapes)
+    if version:
+      prefix = versions.prefix_of(FORM, version, publisher.fence)
+      _damage(kv, f'{prefix}0/1')
+      with pytest.raises(store.BrokenWeights, match='wrong digest'):
+        part.poll()
+    else:
+      part.poll()
+  assert part.version == 0
+
+
+def test_parts_that_cannot_be_are_refused(kv, tmp_path):
+  sync.Publisher(kv, FORM, 9).publish(_weights(0), 0)
+  nothing = sync.Subscriber(kv, FORM, wanted=lambda piece: False)
+  with pytest.raises(ValueError, match='none of the 3 pieces'):
+    nothing.poll()
+  with pytest.raises(ValueError, match='directory'):
+    sync.Subscriber(kv, FORM, wanted=_last_rows, directory=tmp_path)
+  # One blob has all: what is read is more than what is given.
+  some = sync.Subscriber(kv, FORM, wanted=lambda piece: piece == 'a')
+  assert set(some.poll()[1]) == {'a'}
