@@ -1,8 +1,10 @@
 """Do rollout and trainer agree? Per numerics mode, with replay and without.
 
-The same whole sessions are sampled by an engine in each mode and scored by the
-trainer's forward in that mode. `composer bench mismatch` runs it on a model of
-the quick start's shape; a run does it at its end with its own weights.
+The same sessions are sampled by an engine in each mode and scored by the
+trainer's forward in that mode, once with the recorded routes and once with its
+own. `composer bench mismatch` runs it on an upcycled model
+(`composer.bench.mismatch_inputs`) or on a checkpoint; a run does it at its end
+with its own weights.
 """
 
 from __future__ import annotations
@@ -22,23 +24,39 @@ import numpy as np
 from composer import config as config_lib
 from composer import params as params_lib
 from composer import records
+from composer.bench import mismatch_inputs as inputs
 from composer.inference import engine as engine_lib
+from composer.model import checkpoints
 from composer.model import transformer
 from composer.rl import audit
+from composer.rl import pack as pack_lib
 from composer.rl import trainer
+from composer.rollout import recorder as recorder_lib
 
-MODES = ('bitwise', 'fast')
+MODES = ('bitwise', 'fast')  # at the end of a run
+ALL_MODES = ('bitwise', 'aligned', 'fast')
 REPEATS = 5
+TOKENS = 12_000  # sampled by `composer bench mismatch`
+STEPS = 250  # of the optimizer, before
+LONGEST = 384  # tokens of a session
+WAIT_S = 3600.0  # for all sessions of a mode
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-  """One mode: differences by replay, and tokens/s of both sides."""
+  """One mode: differences by replay, and tokens/s of both sides.
+
+  `replay` and `no_replay` have the differences of `audit.differences`, and
+  `route_flip_rate`: the share of token-layers that the trainer would have routed
+  differently, and that it did route differently. `engine` are counts of its work.
+  """
 
   replay: dict[str, float]
   no_replay: dict[str, float]
   engine_tokens_per_s: float
   trainer_tokens_per_s: float
+  trainer_replay_tokens_per_s: float
+  engine: dict[str, float]
 
 
 def measure(
@@ -46,94 +64,183 @@ def measure(
   params: Any,
   contexts: Sequence[np.ndarray],
   new_tokens: int = 24,
+  modes: Sequence[str] = MODES,
 ) -> dict[str, Measured]:
-  """Both modes on the same prompts and weights.
+  """Modes on the same prompts and weights.
 
   Args:
     experiment: model, engine, shapes.
     params: published parameters.
-    contexts: int32 [P] each; all are continued by `new_tokens` tokens.
+    contexts: int32 [P] each; all are continued at once, by `new_tokens` tokens.
     new_tokens: sampled a context.
+    modes: of the numerics.
   """
   if not contexts:
     raise ValueError('no contexts to continue; give at least one')
+  nothing = np.zeros(0, np.int32)
+  plans = [
+    inputs.Plan(context, ((new_tokens, nothing),), 1.0, seed)
+    for seed, context in enumerate(contexts)
+  ]
+  return measure_plans(experiment, params, plans, [slice(0, len(plans))], modes)
+
+
+def measure_plans(
+  experiment: config_lib.Experiment,
+  params: Any,
+  plans: Sequence[inputs.Plan],
+  waves: Sequence[slice],
+  modes: Sequence[str] = ALL_MODES,
+  timed: tuple[config_lib.EngineConfig, Sequence[inputs.Plan]] | None = None,
+) -> dict[str, Measured]:
+  """`measure` of whole sessions, those of a wave at once.
+
+  The engine's rate is that of the sessions, or of another engine and batch
+  (`timed`), where the first is short of pages on purpose.
+  """
   found = {}
-  for mode in MODES:
+  for mode in modes:
     numerics = dataclasses.replace(experiment.numerics, mode=mode)
     changed = dataclasses.replace(experiment, numerics=numerics)
-    segments, engine_rate = _sample(changed, params, contexts, new_tokens)
+    segments, stats, seconds = _sample(changed, params, plans, waves)
+    sampled = sum(plan.sampled for plan in plans)
+    rate = sampled / seconds
+    if timed is not None:
+      config, batch = timed
+      roomy = dataclasses.replace(changed, engine=config)
+      _, _, seconds = _sample(roomy, params, batch, [slice(0, len(batch))])
+      rate = sum(plan.sampled for plan in batch) / seconds
     step = trainer.make_step(changed.model, numerics, changed.rl)
-    audited = audit.audit(
-      step,
-      segments,
-      {0: params},
-      changed.rl,
-      changed.model,
-      numerics.kv_block,
-    )
-    scalars = audit.summary(segments, audited)
-    flat = {k.removeprefix('mismatch/'): v for k, v in scalars.items()}
-    plain = ('kl', 'k3', 'max_abs_logprob', 'p99_abs_logprob', 'differing')
-    shared = {n: flat[n] for n in ('route_flip_rate', 'audited_tokens')}
+    replay, no_replay = _compare(changed, step, params, segments)
+    rates = _trainer_rates(changed, step, params)
     found[mode] = Measured(
-      replay={**{n: flat[n] for n in plain}, **shared},
-      no_replay={**{n: flat[f'no_replay/{n}'] for n in plain}, **shared},
-      engine_tokens_per_s=engine_rate,
-      trainer_tokens_per_s=_trainer_rate(changed, step, params),
+      replay=replay,
+      no_replay=no_replay,
+      engine_tokens_per_s=rate,
+      trainer_tokens_per_s=rates[False],
+      trainer_replay_tokens_per_s=rates[True],
+      engine={
+        'sampled': sampled,
+        'steps': stats.steps,
+        'rows a step': stats.rows / max(stats.steps, 1),
+        'prompt tokens reused': stats.reused,
+        'preempted': stats.preempted,
+      },
     )
   return found
 
 
-def _sample(experiment, params, contexts, new_tokens):
-  """Continues every context; (segments, sampled tokens/s), compile excluded."""
+# --- the engine's side ---------------------------------------------------------
+
+
+def _sample(experiment, params, plans, waves):
+  """(segments, the engine's totals, seconds); compiled before."""
   engine = engine_lib.Engine(
     experiment.model, experiment.numerics, experiment.engine
   )
+  segments: list[records.Segment] = []
   try:
     engine.activate(0, engine_lib.widen(params))
-    requests = [
-      records.SampleRequest(c, new_tokens, (), 1.0, seed)
-      for seed, c in enumerate(contexts)
-    ]
+    engine.wait_active(0)
+    engine.warm_up()
 
-    async def go(part):
-      return await asyncio.gather(*(engine.sample(r) for r in part))
+    async def go() -> None:
+      async with asyncio.timeout(WAIT_S):
+        for wave in waves:
+          segments.extend(
+            await asyncio.gather(
+              *(_session(experiment, engine, plan) for plan in plans[wave])
+            )
+          )
 
-    asyncio.run(go(requests))  # compiles every step size
     started = time.perf_counter()
-    completions = asyncio.run(go(requests))
+    asyncio.run(go())
     seconds = time.perf_counter() - started
   finally:
     engine.close()
-  segments = [
-    _segment(r, c) for r, c in zip(requests, completions, strict=True)
-  ]
-  return segments, len(requests) * new_tokens / seconds
+  return segments, engine.stats, seconds
 
 
-def _segment(request, completion) -> records.Segment:
-  prompt, new = len(request.tokens), len(completion.tokens)
-  pad = np.zeros(prompt, np.float32)
-  sampled = np.arange(prompt + new) >= prompt
-  return records.Segment(
-    tokens=np.concatenate([request.tokens, completion.tokens]),
-    sampled=sampled,
-    logprobs=np.concatenate([pad, completion.logprobs]),
-    temperatures=np.ones(prompt + new, np.float32),
-    versions=np.where(sampled, 0, -1).astype(np.int32),
-    experts=completion.experts,
-    auditable=sampled,
-    stop_reason='finished',
-    parent=-1,
+async def _session(experiment, engine, plan: inputs.Plan) -> records.Segment:
+  model = experiment.model
+  recorder = recorder_lib.Recorder(
+    transformer.moe_layers(model), model.experts_per_token
   )
+  context = plan.prompt
+  for turn, (count, answer) in enumerate(plan.turns):
+    request = records.SampleRequest(
+      context, count, (), plan.temperature, plan.seed * 64 + turn
+    )
+    completion = await engine.sample(request)
+    recorder.record(context, completion, plan.temperature)
+    context = np.concatenate([context, completion.tokens, answer])
+  (segment,) = recorder.finish('finished')
+  return segment
 
 
-def _trainer_rate(experiment, step, params) -> float:
-  """Trained tokens/s of full micro-batches, forward and backward, median."""
+# --- the trainer's side --------------------------------------------------------
+
+
+def _compare(experiment, step, params, segments):
+  """(differences with the recorded routes, differences with its own)."""
+  model, rl = experiment.model, experiment.rl
+  batches, placements = pack_lib.pack(
+    [pack_lib.Item(segment, 0.0) for segment in segments],
+    rl.micro_batch,
+    rl.sequence_length,
+    experiment.numerics.kv_block,
+    transformer.moe_layers(model),
+    model.experts_per_token,
+    rl.loss_tokens,
+    model.experts,
+  )
+  out = []
+  for replay in (True, False):
+    logprobs, flips, known = [], 0, 0
+    for batch in batches:
+      scored = trainer.on_host(
+        step.score(params, trainer.place(step, batch), np.bool_(replay))
+      )
+      logprobs.append(scored.logprobs)
+      own = scored.native if replay else scored.experts
+      recorded = (batch.experts >= 0).all(-1)  # [B, T, L]
+      same = np.sort(own, -1) == np.sort(batch.experts, -1)
+      flips += int((recorded & ~same.all(-1)).sum())
+      known += int(recorded.sum())
+    columns = pack_lib.unpack(logprobs, placements)
+    behaviour, scored = (
+      np.concatenate(
+        [x[s.auditable] for x, s in zip(values, segments, strict=True)]
+      ).astype(np.float64)
+      for values in ([s.logprobs for s in segments], columns)
+    )
+    out.append(
+      {
+        **audit.differences(behaviour, scored),
+        'route_flip_rate': flips / known if known else 0.0,
+        'audited_tokens': float(behaviour.size),
+      }
+    )
+  return out
+
+
+def _trainer_rates(experiment, step, params) -> dict[bool, float]:
+  """Trained tokens/s of full micro-batches, forward and backward, by replay.
+
+  The two are timed in turn, and their medians taken.
+  """
   rl, model = experiment.rl, experiment.model
   shape = (rl.micro_batch, rl.sequence_length)
   rng = np.random.default_rng(0)
   zeros = np.zeros(shape, np.float32)
+  layers, k = transformer.moe_layers(model), model.experts_per_token
+  routes = rng.permuted(
+    np.broadcast_to(
+      np.arange(model.experts, dtype=np.int16),
+      (*shape, layers, model.experts),
+    ),
+    axis=-1,
+  )[..., :k]
   batch = records.Batch(
     tokens=rng.integers(0, model.vocab_size, shape).astype(np.int32),
     segment_ids=np.ones(shape, np.int32),
@@ -143,39 +250,46 @@ def _trainer_rate(experiment, step, params) -> float:
     reference_logprobs=zeros,
     temperatures=zeros + 1.0,
     advantages=zeros + 1.0,
-    experts=np.full(
-      (*shape, transformer.moe_layers(model), model.experts_per_token),
-      -1,
-      np.int16,
-    ),
+    experts=np.ascontiguousarray(routes),
     versions=np.zeros(shape, np.int32),
     weights=zeros + 1.0 / zeros.size,
     auditable=np.zeros(shape, bool),
   )
   masters = params_lib.widen(params)
-  placed = trainer.place(step, batch)
-  jax.block_until_ready(step.gradient(masters, placed))
-  seconds = []
-  for _ in range(REPEATS):
-    started = time.perf_counter()
-    jax.block_until_ready(step.gradient(masters, placed))
-    seconds.append(time.perf_counter() - started)
-  return zeros.size / float(np.median(seconds))
+  native = batch.replace(experts=np.full_like(batch.experts, -1))
+  placed = {
+    replay: trainer.place(step, x)
+    for replay, x in ((True, batch), (False, native))
+  }
+  seconds: dict[bool, list[float]] = {True: [], False: []}
+  for repeat in range(REPEATS + 1):  # the first compiles
+    for replay, one in placed.items():
+      started = time.perf_counter()
+      jax.block_until_ready(step.gradient(masters, one))
+      if repeat:
+        seconds[replay].append(time.perf_counter() - started)
+  return {r: zeros.size / float(np.median(x)) for r, x in seconds.items()}
+
+
+# --- what is shown -------------------------------------------------------------
 
 
 def table(found: dict[str, Measured]) -> str:
-  """The measurement as text."""
+  """The measurement as text; 'flips' of a replayed row would have been some."""
   lines = [
     'mode     replay  differing  KL (k1)    KL (k3)    max |dlogprob|'
     '  flips      engine tok/s  trainer tok/s'
   ]
   for mode, m in found.items():
-    for name, row in (('yes', m.replay), ('no', m.no_replay)):
+    for name, row, rate in (
+      ('yes', m.replay, m.trainer_replay_tokens_per_s),
+      ('no', m.no_replay, m.trainer_tokens_per_s),
+    ):
       lines.append(
         f'{mode:8s} {name:6s}  {row["differing"]:9.4%}  {row["kl"]:9.2e}'
         f'  {row["k3"]:9.2e}  {row["max_abs_logprob"]:14.2e}'
         f'  {row["route_flip_rate"]:9.2e}  {m.engine_tokens_per_s:12,.0f}'
-        f'  {m.trainer_tokens_per_s:13,.0f}'
+        f'  {rate:13,.0f}'
       )
   return '\n'.join(lines)
 
@@ -201,22 +315,61 @@ def as_cost(found: dict[str, Measured]) -> dict[str, float]:
   }
 
 
-def run(json_path: pathlib.Path | None = None) -> int:
-  """`composer bench mismatch`: random weights of the quick start's shape."""
-  experiment = config_lib.Experiment(name='mismatch')
-  spec = transformer.spec(experiment.model)
-  drawn = params_lib.init(spec, jax.random.key(0))
-  # Sharper than at initialisation, so that a changed bit can change a route.
-  sharper = jax.tree.map(lambda x: x * jnp.float32(1.7), drawn)
-  params = jax.jit(lambda p: params_lib.to_published(spec, p))(sharper)
-  rng = np.random.default_rng(0)
-  contexts = [
-    rng.integers(16, experiment.model.vocab_size, size=n).astype(np.int32)
-    for n in rng.integers(8, 120, size=256)
-  ]
-  found = measure(experiment, params, contexts)
+def run(
+  json_path: pathlib.Path | None = None,
+  *,
+  tokens: int = TOKENS,
+  train_steps: int = STEPS,
+  checkpoint: str = '',
+  compute: str = 'bfloat16',
+) -> int:
+  """`composer bench mismatch`.
+
+  Args:
+    tokens: sampled in each mode, about.
+    train_steps: of the upcycled model.
+    checkpoint: a model to take instead.
+    compute: of activations and products, 'bfloat16' or 'float32'.
+
+  Raises:
+    ValueError: too few tokens or steps, or no such model.
+  """
+  if tokens < 1:
+    raise ValueError(f'--tokens={tokens}; sample at least 1')
+  if compute not in ('bfloat16', 'float32'):
+    raise ValueError(f'--compute={compute}; use bfloat16 or float32')
+  numerics = config_lib.NumericsConfig(compute=compute)
+  experiment = config_lib.Experiment(
+    name='mismatch',
+    numerics=numerics,
+    engine=inputs.engine_config(LONGEST, numerics),
+    rl=config_lib.RLConfig(micro_batch=8, sequence_length=LONGEST),
+  )
+  if checkpoint:
+    model, params = checkpoints.load(checkpoint, dtype=jnp.bfloat16)
+  else:
+    model, params = inputs.trained(train_steps, numerics, _say)
+  experiment = dataclasses.replace(experiment, model=model)
+  plans = inputs.plans(tokens, model.vocab_size, LONGEST)
+  engine = experiment.engine
+  enough = engine.sequences * (LONGEST // numerics.kv_block) + 1
+  timed = (
+    dataclasses.replace(engine, pages=enough),
+    inputs.batch(engine.sequences, model.vocab_size, LONGEST),
+  )
+  found = measure_plans(
+    experiment, params, plans, inputs.waves(len(plans)), timed=timed
+  )
+  print(f'{len(plans):,} sessions, {compute}, {jax.devices()[0].device_kind}')
+  for mode, m in found.items():
+    work = ', '.join(f'{v:,.4g} {k}' for k, v in m.engine.items())
+    print(f'{mode}: {work}')
   print(table(found))
   if json_path is not None:
     values = {m: dataclasses.asdict(v) for m, v in found.items()}
     json_path.write_text(json.dumps(values, indent=2))
   return 0
+
+
+def _say(line: str) -> None:
+  print(line, flush=True)

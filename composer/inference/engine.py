@@ -1,15 +1,26 @@
-"""The inference engine: continuous batching over a paged cache, on a thread.
+"""The engine: continuous batching over a paged cache, on a thread.
 
-One turn of the loop, in five moves:
+One turn of the loop, in six moves:
 
-1. activate new weights where some arrived (between two decode steps, so every
-   token belongs to exactly one version);
-2. admit waiting requests: find the pages that earlier requests left for the
-   same tokens at the same version, reserve the rest;
-3. plan a step: one row for every decoding sequence, then prompt tokens until
-   the rows are full;
-4. run the step;
-5. record token, logprob, version and experts of every row; answer what ended.
+1. activate new weights where some arrived (between two steps, so every token
+   belongs to exactly one version);
+2. drop what was cancelled;
+3. admit waiting requests: find the pages that earlier requests left for the
+   same tokens at the same version, take the pages that the rest needs;
+4. plan a step: a row for every decoding sequence, then prompt tokens until the
+   rows are full; or, where all sequences decode, several steps at once;
+5. send it to the device;
+6. record the step before it: token, logprob, version and experts of every row;
+   answer what ended.
+
+The device works on a step while the host records the one before. What a step
+needs of that one is the token drawn, and it stays on the device
+(`composer.inference.programs`). A sequence that stopped is found out one step
+late: its last rows are thrown away.
+
+Pages are taken as a sequence grows. Where they run out, the sequence that
+started last gives its pages back, goes to the front of the queue and is
+computed again from its tokens: nothing is lost, and nothing is drawn twice.
 
 Requests come from any event loop (`sample` is a coroutine, the `Sampler`
 protocol of `composer.records`), the loop runs on a thread of its own.
@@ -19,20 +30,37 @@ from __future__ import annotations
 
 import asyncio
 import collections
+from collections.abc import Callable
 import dataclasses
+import functools
 import threading
 import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from composer import config as config_lib
 from composer import params as params_lib
 from composer import records
+from composer.inference import batches
 from composer.inference import cache as cache_lib
+from composer.inference import drafts
+from composer.inference import planning
+from composer.inference import programs
+from composer.inference import replies
 from composer.inference import sampling
+from composer.inference import sequence as sequence_lib
+from composer.model import layers
 from composer.model import transformer
+from pallas_kernels import dispatch
+
+Sequence = sequence_lib.Sequence
+Part = batches.Part
+step_sizes = programs.step_sizes
+
+DEPTH = 1  # steps that the device may work on while the host records another
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,37 +71,27 @@ class Stats:
   rows: int = 0  # real rows of all steps
   sampled: int = 0
   reused: int = 0  # prompt tokens found in the cache
-  requests: int = 0
+  requests: int = 0  # admitted
+  cancelled: int = 0
+  preempted: int = 0  # sequences that gave their pages back
+  recomputed: int = 0  # tokens that this, or new weights, had computed again
+  proposed: int = 0  # tokens of drafts
+  accepted: int = 0  # of those, the ones that were drawn
+  compilations: int = 0  # shapes of a program that had not run before
+  occupied: int = 0  # sequences at work, summed over steps
   busy_s: float = 0.0
   pause_s: float = 0.0  # of the newest weight swap
   version: int = -1
 
 
-class _Sequence:
-  """A request at work. Arrays reach to its last possible token."""
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+  """A step that the device works on."""
 
-  def __init__(self, request, future, layers, experts_per_token):
-    prompt = np.asarray(request.tokens, np.int32)
-    size = len(prompt) + request.max_tokens
-    self.request = request
-    self.future = future
-    self.prompt = len(prompt)
-    self.length = len(prompt)  # tokens known
-    self.computed = 0  # tokens whose keys and values exist
-    self.tokens = np.zeros(size, np.int32)
-    self.tokens[: self.prompt] = prompt
-    self.logprobs = np.zeros(size, np.float32)
-    self.versions = np.full(size, records.UNSAMPLED_VERSION, np.int32)
-    self.computed_versions = np.full(size, -1, np.int32)
-    self.experts = np.full(
-      (size, layers, experts_per_token), records.UNKNOWN_EXPERT, np.int16
-    )
-    self.pages: list[int] = []
-    self.published = 0  # pages of this sequence already findable
-    self.key = None  # key of the last of them
-    self.coming: tuple | list = ()  # keys that this sequence will publish
-    self.table = None
-    self.stop_reason = ''
+  parts: list[Part]
+  steps: int  # decode steps of a run ahead; 0: a mixed step
+  version: int
+  sampled: programs.Sampled
 
 
 class Engine:
@@ -85,20 +103,21 @@ class Engine:
     numerics: config_lib.NumericsConfig,
     config: config_lib.EngineConfig,
   ):
+    _check(numerics, config)
     self._model, self._numerics, self._config = model, numerics, config
-    block = numerics.kv_block
-    self._columns = -(-config.max_context // block)
-    if config.pages < self._columns + 1:  # one is scratch
-      raise ValueError(
-        f'engine.pages={config.pages} cannot hold one sequence of'
-        f' engine.max_context={config.max_context} tokens; use'
-        f' {self._columns + 1} or more'
-      )
     self._pool = cache_lib.PagePool(config.pages)
     self._cache = transformer.init_cache(model, numerics, config.pages)
-    self._waiting: collections.deque[_Sequence] = collections.deque()
-    self._running: list[_Sequence] = []
+    self._maker = batches.Maker(model, numerics, config)
+    self._last = jnp.zeros(config.sequences + 1, jnp.int32)
+    self._free_slots = list(range(config.sequences - 1, -1, -1))
+    self._rules = planning.rules(numerics, config)
+    self._waiting: collections.deque[Sequence] = collections.deque()
+    self._running: list[Sequence] = []  # in the order of their starts
+    self._flights: collections.deque[_Flight] = collections.deque()
+    self._turns = 0
     self._pending_weights: tuple[int, Any] | None = None
+    self._chores: collections.deque[Callable[[], None]] = collections.deque()
+    self._cancelled = False
     self._params = None
     self._version = -1
     self._wake = threading.Condition()
@@ -121,12 +140,25 @@ class Engine:
     """The version that the next token will be sampled at."""
     return self._version
 
+  @property
+  def pages_held(self) -> int:
+    """Pages of running sequences; others may be taken or are kept for reuse."""
+    return self._pool.held
+
+  @property
+  def waiting(self) -> int:
+    """Requests that have not started, or gave their pages back."""
+    return len(self._waiting)
+
   def activate(self, version: int, params: Any) -> None:
     """Swaps to `params` (float32, as `params.widen` gives) before the next step.
 
     Running sequences go on: their older tokens keep the keys and values of the
-    version that computed them, and `versions` says which. Returns at once.
+    version that computed them, and `versions` says which. With
+    `engine.on_new_weights='restart'` they are computed again from their tokens.
+    Returns at once.
     """
+    params = prepare(self._numerics, params)
     with self._wake:
       self._pending_weights = (version, params)
       self._wake.notify()
@@ -143,21 +175,56 @@ class Engine:
         )
       time.sleep(0.002)
 
+  def warm_up(self, cuts: bool = False, seconds: float = 600.0) -> int:
+    """Runs every shape of every program once, on scratch; how many there are.
+
+    Afterwards nothing is compiled while serving. Needs active weights.
+
+    Args:
+      cuts: also for requests that cut their distribution (top-p and the like).
+      seconds: to wait at most.
+    """
+    done = threading.Event()
+    count = [0]
+
+    def chore() -> None:
+      count[0] = self._run_every_shape(cuts)
+      done.set()
+
+    with self._wake:
+      self.check()
+      if self._params is None and self._pending_weights is None:
+        raise ValueError('no weights to warm up with; call activate first')
+      self._chores.append(chore)
+      self._wake.notify()
+    deadline = time.monotonic() + seconds
+    while not done.wait(0.05):
+      self.check()
+      if time.monotonic() > deadline:
+        raise records.EngineError(f'no warm-up within {seconds} s')
+    return count[0]
+
   async def sample(self, request: records.SampleRequest) -> records.Completion:
     """Answers a request (`records.Sampler`).
 
+    Cancelling the task ends the request, wherever it is, and gives its pages
+    back before the next step.
+
     Raises:
-      ValueError: the request cannot fit, or a token is out of range.
+      ValueError: the request cannot fit, or a value is out of range.
       EngineError: the engine failed or was stopped.
     """
-    self._validate(request)
+    sequence_lib.check(
+      request, self._config.max_context, self._model.vocab_size
+    )
     future = asyncio.get_running_loop().create_future()
-    sequence = _Sequence(
+    sequence = Sequence(
       request,
       future,
       transformer.moe_layers(self._model),
       self._model.experts_per_token,
     )
+    future.add_done_callback(self._notice)
     with self._wake:
       self.check()
       self._waiting.append(sequence)
@@ -180,27 +247,12 @@ class Engine:
     if self._stopping:
       raise records.EngineError('the engine was stopped')
 
-  def _validate(self, request: records.SampleRequest) -> None:
-    tokens, limit = request.tokens, self._config.max_context
-    if not len(tokens):
-      raise ValueError('SampleRequest.tokens is empty; give at least one token')
-    if request.max_tokens < 1:
-      raise ValueError(
-        f'SampleRequest.max_tokens is {request.max_tokens}; ask for at least 1'
-      )
-    if len(tokens) + request.max_tokens > limit:
-      raise ValueError(
-        f'a context of {len(tokens)} tokens plus max_tokens'
-        f' {request.max_tokens} passes engine.max_context={limit}; shorten it'
-        ' or raise engine.max_context'
-      )
-    if np.min(tokens) < 0 or np.max(tokens) >= self._model.vocab_size:
-      raise ValueError(
-        f'token ids must lie in [0, {self._model.vocab_size}); got'
-        f' {int(np.min(tokens))} to {int(np.max(tokens))}'
-      )
-    if not request.temperature >= 0:
-      raise ValueError(f'temperature {request.temperature} is below 0')
+  def _notice(self, future: asyncio.Future) -> None:
+    """A request may end before its answer: cancelled, or by its callback."""
+    if future.cancelled() or future.exception() is not None:
+      with self._wake:
+        self._cancelled = True
+        self._wake.notify()
 
   # --- the loop ----------------------------------------------------------------
 
@@ -220,8 +272,7 @@ class Engine:
     error = records.EngineError(
       why if self._failure else 'the engine was stopped'
     )
-    for sequence in left:
-      _deliver(sequence.future, error)
+    replies.deliver([(sequence.future, error) for sequence in left])
 
   def _turn(self) -> bool:
     with self._wake:
@@ -235,26 +286,43 @@ class Engine:
     if self._params is None:
       return True
     started = time.perf_counter()
+    while self._chores:
+      self._chores.popleft()()
     self._drop_cancelled()
     self._admit()
-    plan = self._plan()
+    self._reserve()
+    plan, steps = self._plan()
+    self._turns += 1
     if plan:
-      self._run(plan)
-    else:
+      self._send(plan, steps)
+    if self._flights and (len(self._flights) > DEPTH or not plan):
+      self._collect()
+    elif not plan:
       time.sleep(0.001)
-    self._stats = dataclasses.replace(
-      self._stats, busy_s=self._stats.busy_s + time.perf_counter() - started
-    )
+    self._count(busy_s=time.perf_counter() - started)
     return True
+
+  def _count(self, **more: float) -> None:
+    """Adds to the totals; those who read them see one whole state."""
+    stats = self._stats
+    sums = {name: getattr(stats, name) + n for name, n in more.items()}
+    self._stats = dataclasses.replace(stats, **sums)
 
   def _has_work(self) -> bool:
     if self._pending_weights is not None:
       return True
-    return self._params is not None and bool(self._running or self._waiting)
+    return self._params is not None and bool(
+      self._running or self._waiting or self._flights or self._chores
+    )
 
   def _swap(self, version: int, params: Any) -> None:
     started = time.perf_counter()
     self._params = jax.block_until_ready(params)
+    if self._config.on_new_weights == 'restart':
+      self._drain()
+      for sequence in reversed(list(self._running)):
+        self._count(recomputed=sequence.computed)
+        self._put_back(sequence)
     self._version = version
     self._pool.drop_versions_but(version)
     pause = time.perf_counter() - started
@@ -263,40 +331,45 @@ class Engine:
     )
 
   def _drop_cancelled(self) -> None:
-    kept = []
-    for sequence in self._running:
-      if sequence.future.cancelled():
-        self._pool.release(sequence.pages)
-      else:
-        kept.append(sequence)
-    self._running = kept
+    if not self._cancelled:
+      return
+    self._cancelled = False
+    gone = [s for s in self._running if s.future.done()]
+    for sequence in gone:
+      self._leave(sequence)
+    with self._wake:
+      kept = [s for s in self._waiting if not s.future.done()]
+      count = len(gone) + len(self._waiting) - len(kept)
+      self._waiting = collections.deque(kept)
+    self._count(cancelled=count)
+
+  # --- pages -------------------------------------------------------------------
 
   def _admit(self) -> None:
-    """Starts waiting requests, in order, while rows and pages allow.
+    """Starts waiting requests, in order, while slots and pages allow.
 
     A request whose next page is being computed by another (the rollouts of a
-    group share their prompt) waits for it rather than computing it twice.
+    group share their prompt) waits for it rather than computing it twice. A page
+    a running sequence is left free, so that what starts need not stop at once.
     """
     block, coming = self._numerics.kv_block, set()
     for sequence in self._running:
       coming.update(sequence.coming)
     waiting, delayed = len(self._waiting), []
     for _ in range(waiting):
-      if len(self._running) >= self._config.sequences:
+      if not self._free_slots:
         break
       sequence = self._waiting.popleft()
-      if sequence.future.cancelled():
-        continue
-      usable = sequence.tokens[: sequence.prompt - 1]
-      keys = cache_lib.chain(self._version, usable, block)
+      keys = self._keys(sequence)
       found = self._pool.lookup(keys)
       if len(found) < len(keys) and keys[len(found)] in coming:
         delayed.append(sequence)
         continue
-      size = len(sequence.tokens)
-      need = -(-size // block) - len(found)
+      need = -(-sequence.length // block) - len(found)
       self._pool.hold(found)
-      if need > self._pool.available:
+      if need + len(self._running) > self._pool.available and (
+        self._running or need > self._pool.available
+      ):
         self._pool.release(found)
         self._waiting.appendleft(sequence)
         break
@@ -304,133 +377,225 @@ class Engine:
       coming.update(sequence.coming)
     self._waiting.extendleft(reversed(delayed))
 
+  def _keys(self, sequence: Sequence) -> list[cache_lib.Key]:
+    """Keys of the pages that may be found; the last token must be run."""
+    what = (self._version, sequence.length)
+    if sequence.keys_of != what:
+      usable = sequence.tokens[: sequence.length - 1]
+      sequence.keys_of = what
+      sequence.keys = cache_lib.chain(
+        self._version, usable, self._numerics.kv_block
+      )
+    return sequence.keys
+
   def _start(self, sequence, keys, found, need) -> None:
     block = self._numerics.kv_block
-    sequence.pages = found + self._pool.allocate(need)
+    sequence.slot = self._free_slots.pop()
+    sequence.pages = list(found)
+    self._maker.tables[sequence.slot] = 0
+    self._maker.tables[sequence.slot, : len(found)] = found
+    self._grow(sequence, need)
     sequence.coming = keys[len(found) :]
-    sequence.table = np.zeros(self._columns, np.int32)
-    sequence.table[: len(sequence.pages)] = sequence.pages
     reused = len(found) * block
-    for index, page in enumerate(found):
-      span = slice(index * block, (index + 1) * block)
-      sequence.experts[span] = self._pool.experts(page)
-    sequence.computed_versions[:reused] = self._version
-    sequence.computed = reused
+    if found:
+      experts = np.concatenate([self._pool.experts(page) for page in found])
+      sequence_lib.record(sequence, 0, experts, self._version)
+    sequence.sent = reused
     sequence.published = len(found)
     sequence.key = keys[len(found) - 1] if found else None
     self._running.append(sequence)
-    self._stats = dataclasses.replace(
-      self._stats,
-      reused=self._stats.reused + reused,
-      requests=self._stats.requests + 1,
+    first = not sequence.started
+    sequence.started = True
+    self._count(reused=reused, requests=int(first))
+
+  def _grow(self, sequence: Sequence, count: int) -> None:
+    fresh = self._pool.allocate(count)
+    held = len(sequence.pages)
+    self._maker.tables[sequence.slot, held : held + count] = fresh
+    sequence.pages += fresh
+
+  def _reserve(self) -> None:
+    """Takes the pages of every sequence's next step, the oldest first.
+
+    One more token must be had, if others have to give pages back for it; those
+    of a run ahead, or of a draft, are taken where there are some.
+    """
+    block = self._numerics.kv_block
+    for sequence in list(self._running):
+      if sequence.slot < 0:  # it ended, or had to stop for another
+        continue
+      last = sequence.size - 1  # the last token is never computed
+      must = min(sequence.due, last)
+      want = min(sequence.due - 1 + self._rules.reach, last)
+      held = len(sequence.pages)
+      need = -(-must // block) - held
+      if need > 0 and not self._make_room(sequence, need):
+        continue
+      wanted = -(-want // block) - held
+      need = max(need, min(wanted, self._pool.available))
+      if need > 0:
+        self._grow(sequence, need)
+
+  def _make_room(self, sequence: Sequence, need: int) -> bool:
+    """Frees pages; false where the sequence itself ended or had to stop."""
+    while need > self._pool.available:
+      if self._flights:
+        self._collect()  # may end some, and all must be known of who stops
+      else:
+        victim = self._running[-1]
+        self._count(preempted=1, recomputed=victim.computed)
+        self._put_back(victim)
+      if sequence.slot < 0:
+        return False
+    return True
+
+  def _put_back(self, sequence: Sequence) -> None:
+    """Stops a sequence of which nothing is in flight; it starts again first."""
+    self._running.remove(sequence)
+    self._pool.release(sequence.pages)
+    self._free_slots.append(sequence.slot)
+    sequence_lib.rewind(sequence)
+    with self._wake:
+      self._waiting.appendleft(sequence)
+
+  def _leave(self, sequence: Sequence) -> None:
+    """Ends a sequence. What is in flight of it writes to pages that the device
+    will have done with before another's step."""
+    self._running.remove(sequence)
+    self._pool.release(sequence.pages)
+    self._free_slots.append(sequence.slot)
+    sequence.slot, sequence.live = -1, False
+
+  # --- steps -------------------------------------------------------------------
+
+  def _plan(self) -> tuple[list[Part], int]:
+    return planning.plan(
+      self._rules, self._running, self._turns, self._ask_mask
     )
 
-  def _plan(self) -> list[tuple[_Sequence, int]]:
-    """(sequence, tokens to compute) of the next step, decoding ones first."""
-    left, plan, prefills = self._config.rows, [], []
-    for sequence in self._running:
-      if sequence.length - sequence.computed > 1:
-        prefills.append(sequence)
-      elif left:
-        plan.append((sequence, 1))
-        left -= 1
-    for sequence in prefills:
-      if not left:
-        break
-      count = min(left, sequence.length - sequence.computed)
-      plan.append((sequence, count))
-      left -= count
-    return plan
+  def _ask_mask(self, sequence: Sequence) -> bool:
+    """Which tokens may come next; a mask that fails ends its own request."""
+    sampled = sequence.tokens[sequence.prompt : sequence.length].copy()
+    try:
+      allowed = np.asarray(sequence.request.mask(sampled), bool)
+      want = (self._model.vocab_size,)
+      if allowed.shape != want or not allowed.any():
+        raise ValueError(
+          f'SampleRequest.mask gave {allowed.shape}, {int(allowed.sum())}'
+          f' allowed; return bool {want} with at least one true'
+        )
+    except Exception as error:  # the request's own code
+      self._leave(sequence)
+      replies.deliver([(sequence.future, error)])
+      return False
+    sequence.allowed = np.packbits(allowed)
+    return True
 
-  def _run(self, plan) -> None:
-    rows = sum(count for _, count in plan)
-    size = self._size(rows)
-    tokens = np.zeros(size, np.int32)
-    positions = np.zeros(size, np.int32)
-    table = np.zeros((size, self._columns), np.int32)
-    temperature = np.ones(size, np.float32)
-    seeds = np.zeros(size, np.uint32)
-    row = 0
-    for sequence, count in plan:
-      start, end = sequence.computed, sequence.computed + count
-      tokens[row : row + count] = sequence.tokens[start:end]
-      positions[row : row + count] = np.arange(start, end)
-      table[row : row + count] = sequence.table
-      last = row + count - 1
-      temperature[last] = sequence.request.temperature
-      seeds[last] = sequence.request.seed & 0xFFFFFFFF
-      row += count
-    drawn, logprobs, experts, self._cache = sampling.engine_step(
-      self._model,
-      self._numerics,
-      self._params,
-      self._cache,
-      tokens,
-      positions,
-      table,
-      temperature,
-      seeds,
-    )
-    self._record(
-      plan, np.asarray(drawn), np.asarray(logprobs), np.asarray(experts)
-    )
+  def _send(self, plan: list[Part], steps: int) -> None:
+    before = programs.compiled()
+    model, numerics = self._model, self._numerics
+    state = (self._params, self._cache, self._last)
+    if steps:
+      batch = self._maker.ahead(plan)
+      out = programs.ahead(model, numerics, steps, *state, *batch)
+    else:
+      out = programs.mixed(model, numerics, *state, *self._maker.mixed(plan))
+    sampled, self._cache, self._last = out
+    for array in jax.tree.leaves(sampled):
+      array.copy_to_host_async()
+    for part in plan:
+      part.sequence.sent = part.start + part.count
+      # Of a draft, the count is not known before it is recorded.
+      part.sequence.due += part.draws if steps else min(part.draws, 1)
+    self._flights.append(_Flight(plan, steps, self._version, sampled))
+    self._count(compilations=programs.compiled() - before)
 
-  def _size(self, rows: int) -> int:
-    """The smallest compiled size that takes `rows`."""
-    for size in step_sizes(self._numerics, self._config):
-      if rows <= size:
-        return size
-    raise AssertionError(f'{rows} rows planned for {self._config.rows}')
+  def _drain(self) -> None:
+    while self._flights:
+      self._collect()
 
-  def _record(self, plan, drawn, logprobs, experts) -> None:
-    row, done, sampled = 0, [], 0
-    for sequence, count in plan:
-      start, end = sequence.computed, sequence.computed + count
-      sequence.experts[start:end] = experts[row : row + count]
-      sequence.computed_versions[start:end] = self._version
-      sequence.computed = end
-      row += count
-      if end == sequence.length:
+  def _collect(self) -> None:
+    """Records the oldest step in flight, and answers what ended."""
+    flight = self._flights.popleft()
+    answer, experts = jax.tree.map(np.asarray, flight.sampled)
+    tokens, logprobs = answer.tokens.tolist(), answer.logprobs.tolist()
+    row = draw = rows = sampled = 0
+    replied, done = [], []
+    for n, part in enumerate(flight.parts):
+      first, at = row, draw
+      row, draw = row + part.count, draw + part.draws
+      sequence = part.sequence
+      if not sequence.live:
+        continue  # it ended while this step ran
+      rows += part.count
+      if flight.steps:
+        here = _rows_of(answer, (slice(part.count), n))
+        routes = experts[: part.count, n]
+        sampled += self._record(part, here, routes, flight)
+      elif _plain(part):
+        sequence_lib.advance(
+          sequence,
+          part.start,
+          tokens[0][at],
+          logprobs[0][at],
+          experts[0, first],
+          flight.version,
+        )
+        self._publish_pages(sequence)
         sampled += 1
-        self._append(sequence, drawn[row - 1], logprobs[row - 1])
-      self._publish_pages(sequence)
+      else:
+        here = _rows_of(answer, (0, slice(at, draw)))
+        sampled += self._record(part, here, experts[0, first:row], flight)
+      if part.draws and (piece := sequence_lib.piece(sequence)):
+        replied.append((sequence.future, (sequence.request.on_tokens, piece)))
       if sequence.stop_reason:
         done.append(sequence)
     # Before the answers: whoever has one finds it counted.
-    self._stats = dataclasses.replace(
-      self._stats,
-      steps=self._stats.steps + 1,
-      rows=self._stats.rows + row,
-      sampled=self._stats.sampled + sampled,
+    steps = flight.steps or 1
+    self._count(
+      steps=steps,
+      rows=rows,
+      sampled=sampled,
+      occupied=steps * len(flight.parts),
     )
-    if done:
-      finished = set(map(id, done))
-      self._running = [s for s in self._running if id(s) not in finished]
-      for sequence in done:
-        self._pool.release(sequence.pages)
-      _deliver_all([(s.future, _completion(s)) for s in done])
+    for sequence in done:
+      self._leave(sequence)
+      replied.append((sequence.future, sequence_lib.completion(sequence)))
+    if replied:
+      replies.deliver(replied)
 
-  def _append(self, sequence, token, logprob) -> None:
-    at = sequence.length
-    sequence.tokens[at] = token
-    sequence.logprobs[at] = logprob
-    sequence.versions[at] = self._version
-    sequence.length += 1
-    if int(token) in sequence.request.stop_tokens:
-      sequence.stop_reason = 'stop'
-    elif sequence.length == len(sequence.tokens):
-      sequence.stop_reason = 'length'
+  def _record(self, part, answer, routes, flight) -> int:
+    """Notes what one sequence's rows gave; how many tokens it sampled."""
+    sequence, taken = part.sequence, 0
+    if part.draws:
+      tokens, kept = answer.tokens, answer.kept
+      if part.proposed is not None:
+        good = drafts.accepted(part.proposed, tokens)
+        self._count(proposed=len(part.proposed), accepted=good)
+        tokens = tokens[: good + 1]
+      taken = sequence_lib.extend(
+        sequence, tokens, answer.logprobs, flight.version
+      )
+      if sequence.cuts:
+        sequence_lib.keep(sequence, kept[:taken], self._model.vocab_size)
+    several = flight.steps or part.proposed is not None
+    count = taken if several else part.count
+    sequence_lib.record(sequence, part.start, routes[:count], flight.version)
+    if part.proposed is not None:
+      sequence.sent, sequence.due = sequence.computed, sequence.length
+    self._publish_pages(sequence)
+    return taken
 
-  def _publish_pages(self, sequence) -> None:
+  def _publish_pages(self, sequence: Sequence) -> None:
     """Makes pages findable that are full and of the active version throughout."""
     block = self._numerics.kv_block
     while (sequence.published + 1) * block <= sequence.computed:
       index = sequence.published
       span = slice(index * block, (index + 1) * block)
       # The chain starts anew nowhere: one page of another version ends it.
-      whole = np.all(sequence.computed_versions[: span.stop] == self._version)
-      if not whole:
-        sequence.published = len(sequence.pages)
+      versions = sequence.computed_versions[: span.stop]
+      if not np.all(versions == self._version):
+        sequence.published = len(sequence.tokens)
         break
       (sequence.key,) = cache_lib.chain(
         self._version, sequence.tokens[span], block, sequence.key
@@ -443,54 +608,84 @@ class Engine:
     if sequence.coming and done >= (sequence.prompt - 1) // block:
       sequence.coming = ()
 
+  def _run_every_shape(self, cuts: bool) -> int:
+    """Every program in every shape, on scratch pages."""
+    numerics, config = self._numerics, self._config
+    kinds = [(0, programs.step_sizes(numerics, config))]
+    if self._rules.run_ahead > 1:
+      kinds.append(
+        (self._rules.run_ahead, programs.ahead_sizes(numerics, config))
+      )
+    count = 0
+    for steps, sizes in kinds:
+      for size in sizes:
+        for columns in programs.column_sizes(numerics, config):
+          for cut in (False, True)[: 1 + cuts]:
+            batch = self._maker.blank(size, columns, bool(steps), cut)
+            state = (self._params, self._cache, self._last)
+            if steps:
+              out = programs.ahead(self._model, numerics, steps, *state, *batch)
+            else:
+              out = programs.mixed(self._model, numerics, *state, *batch)
+            _, self._cache, self._last = out
+            count += 1
+    jax.block_until_ready(self._last)
+    return count
 
-def step_sizes(
+
+def _plain(part: Part) -> bool:
+  """Whether it is one row of a sequence that draws one token from all."""
+  single = part.count == part.draws == 1 and part.proposed is None
+  return single and not part.sequence.cuts
+
+
+def _rows_of(answer: sampling.Answer, at: Any) -> sampling.Answer:
+  kept = None if answer.kept is None else answer.kept[at]
+  return sampling.Answer(answer.tokens[at], answer.logprobs[at], kept)
+
+
+def _check(
   numerics: config_lib.NumericsConfig, config: config_lib.EngineConfig
-) -> list[int]:
-  """Row counts that the engine compiles for: doubling, up to `engine.rows`."""
-  size, sizes = min(2 * numerics.row_block, config.rows), []
-  while size < config.rows:
-    sizes.append(size)
-    size *= 2
-  return [*sizes, config.rows]
+) -> None:
+  """Refuses what cannot work, before anything is allocated."""
+  columns = -(-config.max_context // numerics.kv_block)
+  if config.pages < columns + 1:  # one is scratch
+    raise ValueError(
+      f'engine.pages={config.pages} cannot hold one sequence of'
+      f' engine.max_context={config.max_context} tokens; use'
+      f' {columns + 1} or more'
+    )
+  if config.draft and config.draft not in drafts.DRAFTS:
+    raise ValueError(
+      f'engine.draft={config.draft!r} is unknown; there are'
+      f' {", ".join(drafts.DRAFTS)}, and none'
+    )
+  if config.on_new_weights not in ('continue', 'restart'):
+    raise ValueError(
+      f'engine.on_new_weights={config.on_new_weights!r} is unknown; choose'
+      ' continue or restart'
+    )
 
 
-def _completion(sequence: _Sequence) -> records.Completion:
-  sampled = slice(sequence.prompt, sequence.length)
-  return records.Completion(
-    tokens=sequence.tokens[sampled].copy(),
-    logprobs=sequence.logprobs[sampled].copy(),
-    versions=sequence.versions[sampled].copy(),
-    experts=sequence.experts[: sequence.length].copy(),
-    computed_versions=sequence.computed_versions[: sequence.length].copy(),
-    stop_reason=sequence.stop_reason,
-  )
+def prepare(
+  numerics: config_lib.NumericsConfig, params: Any, split: bool | None = None
+) -> Any:
+  """Parameters as steps read them: what need not be done in each, done once.
+
+  They are cast to the dtype of products, and, on an accelerator in `fast`, the
+  layers lie apart (`split`).
+  """
+  if split is None:
+    split = dispatch.platform() != 'cpu' and numerics.mode == 'fast'
+  if numerics.compute == 'float32' and not split:
+    return params
+  return _prepare(numerics, split, params)
 
 
-def _deliver(future: asyncio.Future, result: Any) -> None:
-  _deliver_all([(future, result)])
-
-
-def _deliver_all(results: list[tuple[asyncio.Future, Any]]) -> None:
-  """Hands results to their event loops, one wake-up a loop."""
-  by_loop = collections.defaultdict(list)
-  for future, result in results:
-    by_loop[future.get_loop()].append((future, result))
-  for loop, pairs in by_loop.items():
-    try:
-      loop.call_soon_threadsafe(_resolve, pairs)
-    except RuntimeError:  # the loop is closed: nobody waits any more
-      pass
-
-
-def _resolve(pairs) -> None:
-  for future, result in pairs:
-    if future.done():
-      continue
-    if isinstance(result, BaseException):
-      future.set_exception(result)
-    else:
-      future.set_result(result)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _prepare(numerics: config_lib.NumericsConfig, split: bool, params: Any):
+  params = layers.as_compute(numerics, params)
+  return transformer.split_layers(params) if split else params
 
 
 def widen(params: Any) -> Any:

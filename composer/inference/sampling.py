@@ -1,16 +1,22 @@
 """Sampling: one seed per request and position, so that batches never matter.
 
-The draw is the Gumbel maximum (argmax of logits / T plus Gumbel noise), whose
-noise depends on (seed, position) alone. A request is therefore answered with
-the same tokens whatever else is in the batch, as long as its logits have the
-same bits. The logprob is taken afterwards by `transformer.row_logprobs`, the
-very function that the trainer calls.
+A row's draw depends on its logits and on (seed, position) alone. A request is
+therefore answered with the same tokens whatever else is in the batch, as long
+as its logits have the same bits. The draw inverts the cumulative distribution
+in two levels: two uniform numbers choose a block of the vocabulary and a token
+of it, which needs no random number per token of the vocabulary.
+
+The logprob of a whole distribution is taken afterwards by
+`transformer.row_logprobs`, the very function that the trainer calls. Where
+top-k, top-p, min-p or a mask cut the distribution, the kept set is given back
+packed, and the logprob is over it.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,45 +27,184 @@ from composer.model import layers
 from composer.model import transformer
 
 Array = jax.Array
+ModelConfig = config_lib.ModelConfig
+NumericsConfig = config_lib.NumericsConfig
 
 GREEDY = 1e-6  # temperatures below this take the argmax
 
 
+class Draws(NamedTuple):
+  """What decides the draws of S rows, beside their hidden states."""
+
+  temperature: Array  # float32 [S]; 0 is greedy
+  seeds: Array  # uint32 [S]
+  positions: Array  # int32 [S], of the token that the row has read
+
+
+class Cuts(NamedTuple):
+  """What of its distribution each of S rows may draw from."""
+
+  some: Array  # bool [S]; false where the row draws from all it has
+  top_k: Array  # int32 [S]; 0 keeps all
+  top_p: Array  # float32 [S]
+  min_p: Array  # float32 [S]
+  allowed: Array  # uint8 [S or 1, ceil(V / 8)], packed bits
+
+
+class Answer(NamedTuple):
+  """What S rows drew."""
+
+  tokens: Array  # int32 [S]
+  logprobs: Array  # float32 [S]
+  kept: Array | None  # uint8 [S, ceil(V / 8)], packed bits; None: all
+
+
+def _uniform(seeds: Array, positions: Array) -> Array:
+  """float32 [R, 2] in [0, 1), of (seed, position) alone."""
+  keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(
+    seeds, positions
+  )
+  return jax.vmap(lambda k: jax.random.uniform(k, (2,)))(keys)
+
+
+def draw(z: Array, draws: Draws) -> Array:
+  """One token a row of logits z [R, V], already over the temperature.
+
+  -inf marks what cannot be drawn; at least one logit of a row is finite.
+
+  Returns:
+    int32 [R].
+  """
+  rows, vocab = z.shape
+  block = 2 ** math.ceil(math.log2(vocab) / 2)
+  top = jnp.max(z, axis=-1, keepdims=True)
+  weights = jnp.exp(z - top)
+  weights = jnp.pad(weights, ((0, 0), (0, -vocab % block)))
+  weights = weights.reshape(rows, -1, block)
+  u = _uniform(draws.seeds, draws.positions)
+  outer = _invert(jnp.sum(weights, axis=-1), u[:, 0])
+  inner = jnp.take_along_axis(weights, outer[:, None, None], axis=1)[:, 0]
+  drawn = outer * block + _invert(inner, u[:, 1])
+  greedy = draws.temperature < GREEDY
+  return jnp.where(greedy, jnp.argmax(z, axis=-1), drawn).astype(jnp.int32)
+
+
+def _invert(weights: Array, u: Array) -> Array:
+  """The index at which u [R] of the weights [R, N] lies; never one of weight 0.
+
+  Prefix sums that are added as a tree may shrink by a last bit where a weight
+  is 0, so the weight itself is asked too.
+  """
+  sums = jnp.cumsum(weights, axis=-1)
+  some = weights > 0
+  beyond = some & (sums > (u * sums[:, -1])[:, None])
+  last = weights.shape[1] - 1 - jnp.argmax(some[:, ::-1], axis=-1)
+  first = jnp.argmax(beyond, axis=-1)
+  return jnp.where(jnp.any(beyond, axis=-1), first, last)
+
+
+def cut(z: Array, temperature: Array, cuts: Cuts) -> Array:
+  """Which tokens each row may draw, bool [R, V], of logits z [R, V].
+
+  In this order: what is allowed; the `top_k` likeliest of it; the fewest of
+  those that hold `top_p` of what they hold together; those of at least `min_p`
+  times the likeliest. Ties go to the lower id, and the likeliest always stays.
+  Greedy rows are not cut, for they draw nothing.
+  """
+  vocab = z.shape[1]
+  allowed = jnp.unpackbits(cuts.allowed, axis=-1, count=vocab).astype(bool)
+  z = jnp.where(allowed, z, -jnp.inf)
+  numbers = jnp.broadcast_to(jnp.arange(vocab)[None, :], z.shape)
+  down, order = jax.lax.sort((-z, numbers), num_keys=1, is_stable=True)
+  weights = jnp.exp(down[:, :1] - down)  # 1 for the likeliest
+  top_k = jnp.where(cuts.top_k > 0, cuts.top_k, vocab)
+  weights = jnp.where(jnp.arange(vocab)[None, :] < top_k[:, None], weights, 0)
+  sums = jnp.cumsum(weights, axis=-1)
+  before = sums - weights
+  enough = before >= (cuts.top_p * sums[:, -1])[:, None]
+  enough &= (cuts.top_p < 1)[:, None]
+  kept = (weights > 0) & ~enough & (weights >= cuts.min_p[:, None])
+  kept = kept.at[:, 0].set(True)
+  rows = jnp.arange(z.shape[0])[:, None]
+  out = jnp.zeros(z.shape, bool).at[rows, order].set(kept)
+  greedy = (temperature < GREEDY)[:, None]
+  return jnp.where(greedy, allowed, out)
+
+
+def answer(
+  config: ModelConfig,
+  numerics: NumericsConfig,
+  params: Any,
+  hidden: Array,
+  draws: Draws,
+  cuts: Cuts | None = None,
+) -> Answer:
+  """Draws one token a row of hidden [S, D], and gives its logprob.
+
+  Args:
+    config, numerics: static.
+    params: as `transformer.step` takes them.
+    hidden: [S, D]; in `bitwise`, S is a multiple of the block of rows.
+    draws: of those rows.
+    cuts: None where every row draws from all it has.
+  """
+  norm, unembed = params['final_norm'], transformer.unembedding(params)
+  safe = jnp.where(draws.temperature < GREEDY, 1.0, draws.temperature)
+  tokens = sample_rows(config, numerics, norm, unembed, hidden, draws)
+  logprobs, _ = transformer.row_logprobs(
+    config, numerics, norm, unembed, hidden, tokens, safe
+  )
+  if cuts is None:
+    return Answer(tokens, logprobs, None)
+
+  def rows(x, t, draws, cuts):
+    z = transformer.logits_rows(config, norm, unembed, x, t)  # [R, V]
+    kept = cut(z, draws.temperature, cuts)
+    drawn = draw(jnp.where(kept, z, -jnp.inf), draws)
+    return drawn, jnp.packbits(kept, axis=-1)
+
+  allowed = jnp.broadcast_to(
+    cuts.allowed, (hidden.shape[0], cuts.allowed.shape[1])
+  )
+  cuts = cuts._replace(allowed=allowed)
+  few, kept = layers.map_rows(rows, numerics, hidden, safe, draws, cuts)
+  over, _ = transformer.row_logprobs(
+    config, numerics, norm, unembed, hidden, few, safe, kept
+  )
+  # Rows that are not cut keep the very bits of a step without any that is.
+  return Answer(
+    jnp.where(cuts.some, few, tokens),
+    jnp.where(cuts.some, over, logprobs),
+    kept,
+  )
+
+
 def sample_rows(
-  config: config_lib.ModelConfig,
-  numerics: config_lib.NumericsConfig,
+  config: ModelConfig,
+  numerics: NumericsConfig,
   norm: Array,
   unembed: Array,
   hidden: Array,
-  temperature: Array,
-  seeds: Array,
-  positions: Array,
+  draws: Draws,
 ) -> Array:
-  """Draws one token a row.
+  """Draws one token a row from its whole distribution.
 
   Args:
     config, numerics: static.
     norm: [D]; unembed: [D, V].
     hidden: [N, D].
-    temperature: float32 [N]; 0 is greedy.
-    seeds: uint32 [N]; positions: int32 [N].
+    draws: of N rows.
 
   Returns:
     int32 [N].
   """
 
-  def rows(x: Array, t: Array, seed: Array, position: Array) -> Array:
-    greedy = t < GREEDY
-    safe = jnp.where(greedy, 1.0, t)
+  def rows(x: Array, draws: Draws) -> Array:
+    safe = jnp.where(draws.temperature < GREEDY, 1.0, draws.temperature)
     z = transformer.logits_rows(config, norm, unembed, x, safe)  # [R, V]
-    keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(
-      seed, position
-    )
-    noise = jax.vmap(lambda k: jax.random.gumbel(k, z.shape[1:]))(keys)
-    noisy = z + jnp.where(greedy[:, None], 0.0, noise)
-    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+    return draw(z, draws)
 
-  return layers.map_rows(rows, numerics, hidden, temperature, seeds, positions)
+  return layers.map_rows(rows, numerics, hidden, draws)
 
 
 @functools.partial(
@@ -69,8 +214,8 @@ def sample_rows(
   donate_argnums=(3,),
 )
 def engine_step(
-  config: config_lib.ModelConfig,
-  numerics: config_lib.NumericsConfig,
+  config: ModelConfig,
+  numerics: NumericsConfig,
   params: Any,
   cache: transformer.Cache,
   tokens: Array,
@@ -80,7 +225,7 @@ def engine_step(
   seeds: Array,
   layout: mesh_lib.Layout | None = None,
 ) -> tuple[Array, Array, Array, transformer.Cache]:
-  """One engine step over N rows.
+  """One decode step over N rows, each of which draws.
 
   Args:
     config, numerics: static.
@@ -100,12 +245,6 @@ def engine_step(
   hidden, experts, cache = transformer.step(
     params, config, numerics, cache, tokens, positions, table, layout
   )
-  norm, unembed = params['final_norm'], transformer.unembedding(params)
-  drawn = sample_rows(
-    config, numerics, norm, unembed, hidden, temperature, seeds, positions
-  )
-  safe = jnp.where(temperature < GREEDY, 1.0, temperature)
-  logprobs, _ = transformer.row_logprobs(
-    config, numerics, norm, unembed, hidden, drawn, safe
-  )
-  return drawn, logprobs, experts, cache
+  draws = Draws(temperature, seeds, positions)
+  drawn = answer(config, numerics, params, hidden, draws)
+  return drawn.tokens, drawn.logprobs, experts, cache

@@ -2,8 +2,10 @@
 
 An engine is asked for one continuation at a time, each time with the whole
 context. The recorder joins those calls again: a context that begins with every
-token of the current segment grows it, any other starts a new segment. What it
-keeps of a position is what the engine did when the position was first used:
+token of a segment grows it (the newest, where it does with several: a harness
+may go on with an older one after a helper of its own has spoken), any other
+starts a new segment. What it keeps of a position is what the engine did when
+the position was first used:
 
   routes      the experts of the first computation that reported them. A later
               call, after a weight swap or a restart, never replaces them; it
@@ -58,7 +60,8 @@ class _Open:
   `clean` is condition 1 of the module's docstring, `route_versions` what
   condition 2 is judged by. Should the last call be repeated, `last_context` is
   the length of its context, `undo` the routes that it found: (positions,
-  experts, route_versions).
+  experts, route_versions). `kept` has the ids that a token was drawn among, of
+  the positions where the distribution was cut.
   """
 
   parent: int
@@ -75,6 +78,15 @@ class _Open:
   unknown: np.ndarray  # bool [T]; some layer has no route
   experts: np.ndarray  # int16 [T, L, K]
   undo: tuple[np.ndarray, ...] = ()
+  kept: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Undo:
+  """The call before: where it was recorded, and whether this one was fresh."""
+
+  current: int
+  fresh: bool
 
 
 _FILL = {
@@ -99,10 +111,16 @@ class Recorder:
   def __init__(self, layers: int, experts_per_token: int):
     self._shape = (layers, experts_per_token)
     self._segments: list[_Open] = []
+    self._current = -1  # where the last call was recorded
+    self._undo: _Undo | None = None
 
   def __len__(self) -> int:
     """Number of segments so far."""
     return len(self._segments)
+
+  def lengths(self) -> list[int]:
+    """Tokens of each segment so far."""
+    return [segment.length for segment in self._segments]
 
   def record(
     self,
@@ -113,8 +131,8 @@ class Recorder:
   ) -> int:
     """Adds an answered call and returns the index of its segment.
 
-    A call that repeats the last one's context is a retry: the caller never
-    used the first answer, which is forgotten.
+    A call that repeats the context of a segment's last one is a retry: the
+    caller never used the first answer, which is forgotten.
 
     Args:
       context: int [P], what was sent to the engine.
@@ -129,11 +147,10 @@ class Recorder:
     """
     context = np.asarray(context, np.int32)
     _check(context, completion, temperature, self._shape)
-    segment = self._segments[-1] if self._segments else None
-    kept = 0 if segment is None else _kept(segment, context)
-    fresh, retry = not kept, segment is not None and 0 < kept < segment.length
-    if fresh:
-      segment = _new(self._shape, parent)
+    index, kept = self._find(context)
+    fresh = not kept
+    segment = _new(self._shape, parent) if fresh else self._segments[index]
+    retry = 0 < kept < segment.length
     open_rows = np.flatnonzero(segment.unknown[:kept])
     if retry:
       open_rows = segment.undo[0][segment.undo[0] < kept]
@@ -144,27 +161,57 @@ class Recorder:
     _check_routes(experts, computed[at])
     if retry:
       _forget(segment)
-    if fresh and self._segments:
-      reason = 'summary' if parent >= 0 else 'rewritten'
-      self._segments[-1].stop_reason = reason
+    self._undo = _Undo(self._current, fresh)
     if fresh:
+      index = len(self._segments)
       self._segments.append(segment)
+    if self._current not in (index, -1):
+      reason = 'summary' if fresh and parent >= 0 else 'rewritten'
+      self._segments[self._current].stop_reason = reason
+    self._current = index
     _grow(segment, context, completion, temperature)
     _add_routes(segment, at, experts, computed[at])
-    return len(self._segments) - 1
+    return index
+
+  def _find(self, context: np.ndarray) -> tuple[int, int]:
+    """(segment that the call belongs to, tokens of it that it keeps or 0)."""
+    for index in range(len(self._segments) - 1, -1, -1):
+      kept = _kept(self._segments[index], context)
+      if kept:
+        return index, kept
+    return -1, 0
+
+  def retract(self) -> None:
+    """Forgets the last call's answer: nobody received it.
+
+    What its context added to a segment stays there, unsampled. Nothing is done
+    if the last call was retracted already, or there was none.
+    """
+    undo, self._undo = self._undo, None
+    if undo is None:
+      return
+    if undo.fresh:
+      self._segments.pop()
+      self._current = undo.current
+    else:
+      _forget(self._segments[self._current])
 
   def append(self, tokens: Sequence[int]) -> None:
     """Adds unsampled tokens behind the current segment."""
-    segment = self._segments[-1]
+    segment = self._segments[self._current]
     start, end = segment.length, segment.length + len(tokens)
+    self._undo = None
     _reserve(segment, end)
     segment.tokens[start:end] = tokens
     segment.length = end
 
   def finish(self, stop_reason: str) -> tuple[Segment, ...]:
-    """The segments; `stop_reason` is that of the last one."""
+    """The segments; `stop_reason` is that of the one that grew last.
+
+    More may be recorded afterwards.
+    """
     if self._segments:
-      self._segments[-1].stop_reason = stop_reason
+      self._segments[self._current].stop_reason = stop_reason
     return tuple(map(_close, self._segments))
 
 
@@ -205,10 +252,35 @@ def _check(
       f'Completion.versions holds {int(np.min(completion.versions))}; a sampled'
       ' token carries the version (>= 0) that sampled it'
     )
+  if completion.kept_offsets is not None:
+    _check_kept(completion)
   if not (np.isfinite(temperature) and temperature >= 0):
     raise BadCompletion(
       f'temperature is {temperature}; it must be finite, >= 0'
     )
+
+
+def _check_kept(completion: Completion) -> None:
+  """Refuses kept ids that do not hold the token that was drawn among them."""
+  offsets, ids = completion.kept_offsets, completion.kept_ids
+  total = -1 if ids is None else len(ids)
+  if (
+    len(offsets) != len(completion.tokens) + 1
+    or offsets[0] != 0
+    or offsets[-1] != total
+    or np.any(np.diff(offsets) < 0)
+  ):
+    raise BadCompletion(
+      f'Completion.kept_offsets must rise from 0 to the {total} kept ids, with'
+      f' one more entry than the {len(completion.tokens)} sampled tokens'
+    )
+  for i, token in enumerate(completion.tokens):
+    among = ids[offsets[i] : offsets[i + 1]]
+    if len(among) and token not in among:
+      raise BadCompletion(
+        f'sampled token {i} is {token}, which is not among the ids that'
+        ' Completion.kept_ids says it was drawn from'
+      )
 
 
 def _check_routes(experts: np.ndarray, computed: np.ndarray) -> None:
@@ -286,6 +358,8 @@ def _forget(segment: _Open) -> None:
   segment.route_versions[at] = route_versions
   for name, fill in _FILL.items():
     getattr(segment, name)[segment.last_context : segment.length] = fill
+  for position in range(segment.last_context, segment.length):
+    segment.kept.pop(position, None)
   segment.length = segment.last_context
 
 
@@ -306,6 +380,12 @@ def _grow(
   segment.logprobs[new] = completion.logprobs
   segment.temperatures[new] = temperature
   segment.versions[new] = completion.versions
+  offsets = completion.kept_offsets
+  if offsets is not None:
+    for i in range(len(completion.tokens)):
+      ids = completion.kept_ids[offsets[i] : offsets[i + 1]]
+      if len(ids):
+        segment.kept[before + i] = np.array(ids, np.int32)
   # Condition 1: one version all the way to the token, and that is its own.
   computed = np.asarray(completion.computed_versions)
   uniform = _leading(computed == computed[0])
@@ -342,8 +422,21 @@ def _leading(flags: np.ndarray) -> int:
   return len(flags) if flags[false_at] else int(false_at)
 
 
+def _ragged(segment: _Open) -> tuple[np.ndarray | None, np.ndarray | None]:
+  """(kept ids [n], offsets [T + 1]); none where nothing was cut."""
+  if not segment.kept:
+    return None, None
+  lengths = np.zeros(segment.length, np.int32)
+  for position, ids in segment.kept.items():
+    lengths[position] = len(ids)
+  offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+  ids = [segment.kept[position] for position in sorted(segment.kept)]
+  return np.concatenate(ids), offsets
+
+
 def _close(segment: _Open) -> Segment:
   length = segment.length
+  kept_ids, kept_offsets = _ragged(segment)
   route_versions = segment.route_versions[:length]
   versions = segment.versions[:length]
   auditable = segment.clean[:length].copy()
@@ -361,4 +454,6 @@ def _close(segment: _Open) -> Segment:
     auditable=auditable,
     stop_reason=segment.stop_reason,
     parent=segment.parent,
+    kept_ids=kept_ids,
+    kept_offsets=kept_offsets,
   )

@@ -10,6 +10,7 @@ import pytest
 from composer import config as config_lib
 from composer import params as params_lib
 from composer.bench import mismatch
+from composer.bench import mismatch_inputs
 from composer.model import presets
 from composer.model import transformer
 
@@ -18,11 +19,12 @@ EXPERIMENT = config_lib.Experiment(
   model=presets.TINY,
   numerics=config_lib.NumericsConfig(row_block=8, kv_block=4),
   engine=config_lib.EngineConfig(
-    rows=32, sequences=12, pages=160, max_context=48
+    rows=16, sequences=12, pages=16, max_context=48
   ),
   rl=config_lib.RLConfig(micro_batch=4, sequence_length=48),
 )
-NEW = 9
+PLANS = mismatch_inputs.plans(400, presets.TINY.vocab_size, 48)
+SAMPLED = sum(plan.sampled for plan in PLANS)
 
 
 @pytest.fixture(scope='module')
@@ -32,17 +34,39 @@ def found():
   params = params_lib.to_published(
     spec, jax.tree.map(lambda x: x * jnp.float32(1.7), drawn)
   )
-  rng = np.random.default_rng(0)
-  contexts = [
-    rng.integers(0, 64, n).astype(np.int32) for n in rng.integers(1, 38, 30)
-  ]
-  return mismatch.measure(EXPERIMENT, params, contexts, NEW)
+  waves = mismatch_inputs.waves(len(PLANS))
+  return mismatch.measure_plans(
+    EXPERIMENT, params, PLANS, waves, mismatch.MODES
+  )
+
+
+def test_sessions_are_what_makes_engines_disagree(found):
+  """Groups, turns that find pages, prompts beyond a step, pages that run out."""
+  turns = [len(plan.turns) for plan in PLANS]
+  assert min(turns) == 1 and max(turns) > 1
+  assert max(len(plan.prompt) for plan in PLANS) > EXPERIMENT.engine.rows
+  for plan in PLANS:
+    total = sum(n + len(words) for n, words in plan.turns) + len(plan.prompt)
+    assert total <= 48
+  prompts = {plan.prompt.tobytes() for plan in PLANS}
+  assert len(prompts) * mismatch_inputs.GROUP == len(PLANS)
+  assert len({plan.seed for plan in PLANS}) == len(PLANS)
+  for m in found.values():
+    assert m.engine['sampled'] == SAMPLED
+    assert m.engine['preempted'] > 0
+    assert m.engine['prompt tokens reused'] > 0
+
+
+def test_waves_cover_all():
+  for count in (1, 5, 170, 400):
+    covered = [i for x in mismatch_inputs.waves(count) for i in range(400)[x]]
+    assert covered == list(range(count))
 
 
 def test_bitwise_has_none(found):
   m = found['bitwise']
   for row in (m.replay, m.no_replay):
-    assert row['audited_tokens'] == 30 * NEW
+    assert row['audited_tokens'] == SAMPLED
     others = {n: v for n, v in row.items() if n != 'audited_tokens'}
     assert others == dict.fromkeys(others, 0.0) and len(others) == 6
 
@@ -50,7 +74,7 @@ def test_bitwise_has_none(found):
 def test_fast_has_some(found):
   m = found['fast']
   for row in (m.replay, m.no_replay):
-    assert row['audited_tokens'] == 30 * NEW
+    assert row['audited_tokens'] == SAMPLED
     assert row['differing'] > 0.05
     assert 0 < row['p99_abs_logprob'] <= row['max_abs_logprob']
   assert m.replay['max_abs_logprob'] < 1e-3  # the same routes: rounding alone
@@ -61,6 +85,7 @@ def test_rates_and_cost(found):
   for mode in mismatch.MODES:
     m = found[mode]
     assert m.engine_tokens_per_s > 0 and m.trainer_tokens_per_s > 0
+    assert m.trainer_replay_tokens_per_s > 0
     assert cost[f'{mode} engine tokens/s'] == m.engine_tokens_per_s
   ratio = (
     found['bitwise'].trainer_tokens_per_s / found['fast'].trainer_tokens_per_s
@@ -78,6 +103,21 @@ def test_what_is_shown(found):
   assert set(summary) == set(mismatch.MODES)
 
 
+def test_experts_part():
+  """The measure of it: 0 for copies, 1 where nothing is shared."""
+  same = np.ones((1, 4, 3, 2), np.float32)
+  apart = np.eye(4, dtype=np.float32).reshape(1, 4, 4, 1)
+  for value, wanted in ((same, 0.0), (apart, np.sqrt(0.75))):
+    params = {'layers': {'moe': {'gate_up': value, 'down': value}}}
+    assert mismatch_inputs.apart(params) == pytest.approx(wanted)
+
+
 def test_nothing_to_measure_is_refused():
   with pytest.raises(ValueError, match='at least one'):
     mismatch.measure(dataclasses.replace(EXPERIMENT), None, [])
+  with pytest.raises(ValueError, match='10 or more'):
+    mismatch_inputs.trained(3, EXPERIMENT.numerics)
+  with pytest.raises(ValueError, match='tokens'):
+    mismatch.run(tokens=0)
+  with pytest.raises(ValueError, match='bfloat16'):
+    mismatch.run(compute='float8')

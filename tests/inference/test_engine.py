@@ -3,147 +3,40 @@
 import asyncio
 import dataclasses
 import threading
-import time
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import serving
+from serving import CONFIG
+from serving import MODEL
+from serving import NUMERICS
+from serving import SECONDS
+from serving import answer
+from serving import assert_equal_answers
+from serving import log_softmax
+from serving import logits_of
+from serving import one_by_one
+from serving import pause
+from serving import random_requests
+from serving import request
+from serving import until
+from serving import whole
 
-from composer import config as config_lib
-from composer import params as params_lib
 from composer import records
 from composer.inference import engine as engine_lib
-from composer.inference import sampling
-from composer.model import presets
-from composer.model import transformer
-
-MODEL = presets.TINY
-NUMERICS = config_lib.NumericsConfig(row_block=8, kv_block=4)
-CONFIG = config_lib.EngineConfig(
-  rows=32, sequences=12, pages=160, max_context=48
-)
-SECONDS = 60.0  # that any wait here may take
-
-
-def make_params(seed):
-  drawn = params_lib.init(transformer.spec(MODEL), jax.random.key(seed))
-  return jax.tree.map(lambda x: x * jnp.float32(1.7), drawn)
-
-
-@pytest.fixture(scope='module')
-def weights():
-  return [make_params(0), make_params(1)]
+from composer.inference import programs
+from composer.inference import replies
 
 
 @pytest.fixture
-def start(weights):
-  """Starts engines with version 0 active, and closes them."""
-  engines = []
-
-  def go(config=CONFIG, activate=True):
-    engine = engine_lib.Engine(MODEL, NUMERICS, config)
-    engines.append(engine)
-    if activate:
-      engine.activate(0, weights[0])
-    return engine
-
-  yield go
-  for engine in engines:
-    engine.close()
+def weights():
+  return serving.weights()
 
 
-def request(prompt, seed=0, max_tokens=6, stop=(), temperature=1.0):
-  return records.SampleRequest(
-    np.asarray(prompt, np.int32), max_tokens, tuple(stop), temperature, seed
-  )
-
-
-def random_requests(count, seed=0, longest=30):
-  rng = np.random.default_rng(seed)
-  return [
-    request(
-      rng.integers(0, 64, rng.integers(1, longest)),
-      seed=int(rng.integers(0, 2**40)),
-      max_tokens=int(rng.integers(1, 14)),
-      stop=(3, 7),
-      temperature=float(rng.choice([0.0, 0.5, 1.0, 1.3])),
-    )
-    for _ in range(count)
-  ]
-
-
-def answer(engine, *requests):
-  async def go():
-    waits = [engine.sample(r) for r in requests]
-    return await asyncio.wait_for(asyncio.gather(*waits), SECONDS)
-
-  return asyncio.run(go())
-
-
-def one_by_one(engine, requests):
-  return [answer(engine, r)[0] for r in requests]
-
-
-def until(condition, what):
-  deadline = time.monotonic() + SECONDS
-  while not condition():
-    assert time.monotonic() < deadline, what
-    time.sleep(0.002)
-
-
-def pause(engine, after):
-  """Holds the loop once `after` tokens are sampled: (reached, go) events."""
-  reached, go, run = threading.Event(), threading.Event(), engine._run
-
-  def gated(plan):
-    if engine.stats.sampled >= after and not go.is_set():
-      reached.set()
-      assert go.wait(SECONDS)
-    run(plan)
-
-  engine._run = gated
-  return reached, go
-
-
-def assert_equal_answers(some, others):
-  for a, b in zip(some, others, strict=True):
-    for field in dataclasses.fields(a):
-      np.testing.assert_array_equal(
-        getattr(a, field.name), getattr(b, field.name), field.name
-      )
-
-
-def whole(r, completion):
-  return np.concatenate([r.tokens, completion.tokens])
-
-
-@jax.jit
-def trainer_logits(params, *arrays):
-  fast = dataclasses.replace(NUMERICS, mode='fast')
-  out = transformer.forward(params, MODEL, fast, *arrays)
-  z = transformer.logits_rows(
-    MODEL,
-    params['final_norm'],
-    transformer.unembedding(params),
-    out.hidden[0],
-    jnp.ones(out.hidden.shape[1]),
-  )
-  return z, out.experts[0]
-
-
-def logits_of(params, tokens):
-  """(float64 [T, V], experts) from the trainer's fast forward, alone."""
-  size = len(tokens)
-  arrays = np.zeros((3, 1, 48), np.int32)
-  arrays[:, 0, :size] = tokens, np.ones(size), np.arange(size)
-  z, experts = trainer_logits(params, *arrays)
-  return np.asarray(z, np.float64)[:size], np.asarray(experts)[:size]
-
-
-def log_softmax(z):
-  z = z - z.max(-1, keepdims=True)
-  return z - np.log(np.exp(z).sum(-1, keepdims=True))
+@pytest.fixture
+def start():
+  with serving.starting() as go:
+    yield go
 
 
 # --- answers ------------------------------------------------------------------
@@ -292,13 +185,13 @@ def test_a_group_computes_its_prompt_once(start):
 
 def test_who_has_an_answer_finds_it_counted(start, monkeypatch):
   engine, seen = start(), []
-  deliver = engine_lib._deliver_all
+  deliver = replies.deliver
 
   def counting(answers):
     seen.append(engine.stats)
     deliver(answers)
 
-  monkeypatch.setattr(engine_lib, '_deliver_all', counting)
+  monkeypatch.setattr(replies, 'deliver', counting)
   answer(engine, request(np.arange(5), 0, 3))
   (stats,) = seen
   assert (stats.requests, stats.rows, stats.sampled) == (1, 5 + 2, 3)
@@ -310,10 +203,10 @@ def test_pages_return_and_nothing_compiles_while_serving(start):
   assert sizes == [16, 32]
   engine = start()
   answer(engine, *random_requests(40, 1))
-  compiled = sampling.engine_step._cache_size()
+  compiled = programs.compiled()
   for seed in range(2, 8):
     answer(engine, *random_requests(40, seed))
-  assert sampling.engine_step._cache_size() == compiled
+  assert programs.compiled() == compiled
   pool = engine._pool
   until(lambda: not engine._running, 'sequences end')
   assert pool.held == 0 and pool.available == CONFIG.pages - 1
@@ -401,7 +294,8 @@ def test_a_swap_between_two_decode_steps(start, weights):
 
   c = asyncio.run(go())
   at = int(np.argmax(c.versions == 7))
-  assert at == 10  # the step that was about to run, and then the swap
+  # One step was on the device, one was about to be sent, and then the swap.
+  assert at == 11
   assert np.all(c.versions[:at] == 0) and np.all(c.versions[at:] == 7)
   # The token sampled at the swap was sampled at 7 from a prefix computed at 0,
   # but for the last token of it, which that very step computed.
@@ -465,7 +359,7 @@ def test_when_the_loop_dies_every_waiter_learns(start, monkeypatch):
     raise FloatingPointError('broken step')
 
   failures = gather_failures(
-    engine, lambda: monkeypatch.setattr(sampling, 'engine_step', broken)
+    engine, lambda: monkeypatch.setattr(programs, 'mixed', broken)
   )
   assert all('broken step' in str(failure) for failure in failures)
   with pytest.raises(records.EngineError, match='failed.*broken step'):

@@ -42,7 +42,12 @@ def distribution(temperature):
 def draw_rows(numerics, temperature, seeds, positions):
   hidden = jnp.tile(HIDDEN[None], (len(seeds), 1))
   return sampling.sample_rows(
-    MODEL, numerics, NORM, UNEMBED, hidden, temperature, seeds, positions
+    MODEL,
+    numerics,
+    NORM,
+    UNEMBED,
+    hidden,
+    sampling.Draws(temperature, seeds, positions),
   )
 
 

@@ -301,3 +301,69 @@ def test_recorder_equals_its_naive_twin(calls):
         kept[j][1] == version for j in range(at) if j in kept
       )
     assert segment.auditable[at] == audited
+
+
+def test_an_older_segment_goes_on():
+  """A harness asks a helper between two turns, and goes on where it was."""
+  recorder = Recorder(L, K)
+  assert record(recorder, [1, 2], [3], 1) == 0
+  assert record(recorder, [8], [9], 1) == 1
+  assert record(recorder, [1, 2, 3, 4], [5], 1) == 0
+  assert record(recorder, [8, 9], [7], 1) == 1
+  assert record(recorder, [8, 9], [6], 1) == 1  # a retry, of the newest
+  assert record(recorder, [1, 2, 3, 4], [0], 1) == 0  # and of an older one
+  first, second = recorder.finish('turns')
+  assert first.tokens.tolist() == [1, 2, 3, 4, 0]
+  assert second.tokens.tolist() == [8, 9, 6]
+  assert second.sampled.tolist() == [False, True, True]
+  assert (first.stop_reason, second.stop_reason) == ('turns', 'rewritten')
+  assert recorder.lengths() == [5, 3]
+
+
+def test_retracted_answers_leave_nothing():
+  recorder = Recorder(L, K)
+  recorder.retract()
+  record(recorder, [1], [2], 1)
+  (want,) = recorder.finish('finished')
+  record(recorder, [7], [8], 1)
+  recorder.retract()
+  recorder.retract()  # there is no other
+  (got,) = recorder.finish('finished')
+  assert got.tokens.tolist() == want.tokens.tolist()
+  assert got.stop_reason == 'finished'
+  record(recorder, [1, 2, 3], [4], 2)
+  recorder.retract()
+  (got,) = recorder.finish('finished')
+  assert got.tokens.tolist() == [1, 2, 3]
+  assert got.sampled.tolist() == [False, True, False]
+  # The route of the sampled token, found by the call that is gone, is too.
+  assert (got.experts == routes([1, -1, -1])).all()
+  record(recorder, [1, 2, 3], [5], 1)
+  (got,) = recorder.finish('finished')
+  assert got.tokens.tolist() == [1, 2, 3, 5] and got.auditable[3]
+
+
+def test_kept_ids():
+  """They go with their tokens, and away with an answer that is forgotten."""
+  recorder = Recorder(L, K)
+  cut = {'kept_ids': [3, 4, 2, 5], 'kept_offsets': [0, 2, 4]}
+  cut = {name: np.array(x, np.int32) for name, x in cut.items()}
+  record(recorder, [1], [4, 5], 1, **cut)
+  record(recorder, [1, 4, 5, 9], [6], 1)
+  (segment,) = recorder.finish('turns')
+  assert segment.kept_ids.tolist() == [3, 4, 2, 5]
+  assert segment.kept_offsets.tolist() == [0, 0, 2, 4, 4, 4]
+  assert segment.kept_ids.dtype == segment.kept_offsets.dtype == np.int32
+  retried = Recorder(L, K)
+  record(retried, [1], [4, 5], 1, **cut)
+  record(retried, [1], [7, 8, 9], 1)
+  (segment,) = retried.finish('turns')
+  assert segment.kept_ids is None and segment.kept_offsets is None
+  for wrong in (
+    {'kept_offsets': np.array([0, 4], np.int32)},
+    {'kept_offsets': np.array([0, 3, 2], np.int32)},
+    {'kept_ids': np.array([3, 4, 2, 6], np.int32)},
+    {'kept_ids': None},
+  ):
+    with pytest.raises(BadCompletion, match='kept'):
+      record(Recorder(L, K), [1], [4, 5], 1, **cut | wrong)

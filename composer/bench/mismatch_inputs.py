@@ -1,0 +1,208 @@
+"""What the mismatch is measured on: an upcycled model, and many sessions.
+
+The model is dense at first and learns to predict Python source; it is upcycled,
+and learns on, until its experts have parted. A router of experts that are still
+alike chooses by chance and changes nothing by what it chooses.
+
+The sessions are what makes engines disagree: the rollouts of a group share their
+prompt, later turns find the pages of earlier ones, prompts are longer than a
+step, and sessions start in waves of different sizes. The engine that serves them
+has too few pages for all, so that some are put back and computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from composer import config as config_lib
+from composer import data
+from composer import midtrain
+from composer import params as params_lib
+from composer.model import tokenizer as tokenizer_lib
+from composer.model import transformer
+from composer.model import upcycle
+
+SOURCE_BYTES = 400_000
+GROUP = 4  # rollouts that share a prompt
+WAVES = (1, 48, 6, 96, 17, 2)  # sessions at once, over and over
+DENSE_SHARE = 0.4  # of the optimizer steps, before the model is upcycled
+
+# Of the quick start's size, dense.
+DENSE = config_lib.ModelConfig(
+  dense_layers=3, dense_hidden=128, experts=1, experts_per_token=1
+)
+MIDTRAIN = config_lib.MidtrainConfig(
+  batch_size=8, sequence_length=128, learning_rate=3e-3, warmup_steps=10
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """One session: a prompt, then turns of (tokens to sample, tokens that the
+  world answers with)."""
+
+  prompt: np.ndarray  # int32 [P]
+  turns: tuple[tuple[int, np.ndarray], ...]
+  temperature: float
+  seed: int
+
+  @property
+  def sampled(self) -> int:
+    return sum(count for count, _ in self.turns)
+
+
+def plans(
+  tokens: int, vocab_size: int, longest: int, seed: int = 0
+) -> list[Plan]:
+  """Sessions that sample about `tokens` tokens, each at most `longest` long."""
+  rng = np.random.default_rng(seed)
+  out: list[Plan] = []
+  total = 0
+  while total < tokens:
+    prompt = rng.integers(16, vocab_size, rng.integers(8, longest // 2))
+    for _ in range(GROUP):
+      plan = _plan(rng, prompt.astype(np.int32), vocab_size, longest, len(out))
+      out.append(plan)
+      total += plan.sampled
+  return out
+
+
+def _plan(rng, prompt, vocab_size, longest, seed) -> Plan:
+  """Turns while there is room."""
+  turns, length = [], len(prompt)
+  for _ in range(int(rng.integers(1, 5))):
+    count = int(rng.integers(longest // 48, longest // 4 + 1))
+    answer = int(rng.integers(1, 12))
+    if length + count + answer > longest:
+      break
+    words = rng.integers(16, vocab_size, answer).astype(np.int32)
+    turns.append((count, words))
+    length += count + answer
+  turns = turns or [(min(4, longest - length), np.zeros(0, np.int32))]
+  return Plan(prompt, tuple(turns), float(rng.choice([1.0, 1.0, 0.7])), seed)
+
+
+def waves(count: int) -> list[slice]:
+  """Which sessions start together."""
+  out, start, turn = [], 0, 0
+  while start < count:
+    size = WAVES[turn % len(WAVES)]
+    out.append(slice(start, min(start + size, count)))
+    start, turn = start + size, turn + 1
+  return out
+
+
+def batch(count: int, vocab_size: int, longest: int) -> list[Plan]:
+  """Sessions of one turn that all fit at once: what throughput is measured on."""
+  rng = np.random.default_rng(1)
+  prompts = rng.integers(16, vocab_size, (count, longest // 8)).astype(np.int32)
+  nothing = np.zeros(0, np.int32)
+  return [
+    Plan(prompt, ((longest // 4, nothing),), 1.0, seed)
+    for seed, prompt in enumerate(prompts)
+  ]
+
+
+def engine_config(
+  longest: int, numerics: config_lib.NumericsConfig
+) -> config_lib.EngineConfig:
+  """Steps shorter than prompts, and pages for two sequences of full length."""
+  return config_lib.EngineConfig(
+    rows=2 * numerics.row_block,
+    sequences=48,
+    pages=2 * (longest // numerics.kv_block) + 2,
+    max_context=longest,
+  )
+
+
+def trained(
+  steps: int,
+  numerics: config_lib.NumericsConfig,
+  report: Callable[[str], None] = lambda line: None,
+) -> tuple[config_lib.ModelConfig, Any]:
+  """(configuration, published parameters) of the upcycled, trained model.
+
+  Args:
+    steps: of the optimizer, before and after upcycling together.
+    numerics: KV block; the rest is `fast`.
+    report: gets a line on each stage.
+
+  Raises:
+    ValueError: fewer than 10 steps.
+  """
+  if steps < 10:
+    raise ValueError(
+      f'{steps} optimizer steps part no experts; give 10 or more'
+    )
+  fast = dataclasses.replace(numerics, mode='fast')
+  batches = _batches(numerics.kv_block)
+  dense_steps = round(DENSE_SHARE * steps)
+  spec = transformer.spec(DENSE)
+  params = params_lib.init(spec, jax.random.key(0))
+  params, losses = _train(DENSE, fast, params, batches, dense_steps)
+  report(
+    f'dense: loss {losses[0]:.2f} to {losses[-1]:.2f}, {dense_steps} steps'
+  )
+  host = jax.tree.map(np.asarray, params)
+  into = upcycle.Upcycling(experts=8, experts_per_token=2, noise=0.02)
+  model, sparse = upcycle.upcycle(DENSE, host, into)
+  sparse = jax.tree.map(jnp.asarray, sparse)
+  before = apart(sparse)
+  sparse, losses = _train(model, fast, sparse, batches, steps - dense_steps)
+  report(
+    f'upcycled: loss {losses[0]:.2f} to {losses[-1]:.2f},'
+    f' {steps - dense_steps} steps; experts differ by {before:.1%} and then'
+    f' {apart(sparse):.1%}'
+  )
+  spec = transformer.spec(model)
+  return model, jax.jit(lambda p: params_lib.to_published(spec, p))(sparse)
+
+
+def apart(params: Any) -> float:
+  """Mean of |w_e - mean_e w| / |w_e| over experts and their matrices."""
+  shares = []
+  for name, value in params_lib.named(params).items():
+    if (
+      'moe' in name
+      and name.endswith(('gate_up', 'down'))
+      and ('shared' not in name)
+    ):
+      w = np.asarray(value, np.float32)  # [L, E, ...]
+      flat = w.reshape(*w.shape[:2], -1)
+      off = flat - flat.mean(1, keepdims=True)
+      norms = np.linalg.norm(off, axis=-1) / np.linalg.norm(flat, axis=-1)
+      shares.append(float(norms.mean()))
+  return float(np.mean(shares))
+
+
+def _batches(align: int):
+  tokenizer = tokenizer_lib.load()
+  dataset = data.midtraining(
+    [],
+    data.python_source(SOURCE_BYTES),
+    tokenizer.encode,
+    batch_size=MIDTRAIN.batch_size,
+    sequence_length=MIDTRAIN.sequence_length,
+    python_share=1.0,
+    align=align,
+    seed=0,
+  )
+  return iter(dataset)
+
+
+def _train(model, numerics, params, batches, steps: int):
+  """(parameters, losses) after so many steps of next-token prediction."""
+  config = dataclasses.replace(MIDTRAIN, steps=steps)
+  step = midtrain.make_train_step(model, numerics, config)
+  state = midtrain.init_state(params, config, jax.random.key(0))
+  losses = []
+  for _ in range(steps):
+    state, metrics = step(state, next(batches))
+    losses.append(metrics['loss'])
+  return state.params, [float(x) for x in losses]

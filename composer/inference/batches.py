@@ -1,0 +1,158 @@
+"""From what a step shall do, by sequence, to the arrays that its program takes.
+
+Every array is new: a program may still read it while the next step is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from typing import NamedTuple
+
+import numpy as np
+
+from composer import config as config_lib
+from composer.inference import programs
+from composer.inference import sampling
+from composer.inference import sequence as sequence_lib
+
+Sequence = sequence_lib.Sequence
+
+
+class Part(NamedTuple):
+  """What a step does for one sequence.
+
+  `count` tokens from `start` on are computed, and the last `draws` rows draw.
+  In a run ahead `count` tokens are computed and drawn one after the other. The
+  last tokens of `proposed` are a draft's, not yet known to be the sequence's.
+  """
+
+  sequence: Sequence
+  start: int
+  count: int
+  draws: int
+  proposed: np.ndarray | None = None
+
+
+class Maker:
+  """Builds batches; owns the pages of every slot, as programs read them."""
+
+  def __init__(
+    self,
+    model: config_lib.ModelConfig,
+    numerics: config_lib.NumericsConfig,
+    config: config_lib.EngineConfig,
+  ):
+    self._model, self._numerics, self._config = model, numerics, config
+    self._step_sizes = programs.step_sizes(numerics, config)
+    self._ahead_sizes = programs.ahead_sizes(numerics, config)
+    self._column_sizes = programs.column_sizes(numerics, config)
+    self.nobody = config.sequences
+    self.tables = np.zeros(
+      (config.sequences + 1, self._column_sizes[-1]), np.int32
+    )
+    self._all = np.full((1, -(-model.vocab_size // 8)), 255, np.uint8)
+
+  def mixed(self, parts: List[Part]) -> tuple:
+    """(rows, sampling rows, into, draws, cuts) of `programs.mixed`."""
+    size = programs.at_least(self._step_sizes, sum(p.count for p in parts))
+    slots = np.full(size, self.nobody, np.int32)
+    positions, tokens = np.zeros((2, size), np.int32)
+    drawing: list[tuple[int, Sequence]] = []
+    row = 0
+    for part in parts:
+      sequence, start, at = part.sequence, part.start, row + part.count
+      if part.count == 1:
+        slots[row], positions[row] = sequence.slot, start
+        tokens[row] = _token(sequence, start)
+      else:
+        slots[row:at] = sequence.slot
+        positions[row:at] = np.arange(start, start + part.count)
+        tokens[row:at] = _tokens(part)
+      drawing += [(r, sequence) for r in range(at - part.draws, at)]
+      row = at
+    count = programs.sampled_rows(self._numerics, self._config, size)
+    assert len(drawing) <= count, f'{len(drawing)} draws of {count}'
+    which = np.zeros(count, np.int32)
+    into = np.full(count, self.nobody, np.int32)
+    which[: len(drawing)] = [r for r, _ in drawing]
+    into[: len(drawing)] = [s.slot for _, s in drawing]
+    sequences = [s for _, s in drawing]
+    rows = programs.Rows(slots, positions, tokens, self._tables(parts))
+    return rows, which, into, *self._draws(sequences, count, which)
+
+  def ahead(self, parts: List[Part]) -> tuple:
+    """(rows, ends, draws, cuts) of `programs.ahead`."""
+    size = programs.at_least(self._ahead_sizes, len(parts))
+    slots = np.full(size, self.nobody, np.int32)
+    positions, tokens, ends = np.zeros((3, size), np.int32)
+    for row, part in enumerate(parts):
+      slots[row], positions[row] = part.sequence.slot, part.start
+      tokens[row] = _token(part.sequence, part.start)
+      ends[row] = part.start + part.count
+    rows = programs.Rows(slots, positions, tokens, self._tables(parts))
+    sequences = [p.sequence for p in parts]
+    return rows, ends, *self._draws(sequences, size, positions)
+
+  def blank(self, size: int, columns: int, ahead: bool, cuts: bool) -> tuple:
+    """The same for nobody: what it computes goes to scratch."""
+    slots = np.full(size, self.nobody, np.int32)
+    zeros = np.zeros(size, np.int32)
+    rows = programs.Rows(slots, zeros, zeros, self.tables[:, :columns].copy())
+    count = size
+    if not ahead:
+      count = programs.sampled_rows(self._numerics, self._config, size)
+    which = np.zeros(count, np.int32)
+    draws, some = self._draws([], count, which)
+    if cuts:
+      some = self._cuts([], count)
+    if ahead:
+      return rows, zeros, draws, some
+    return rows, which, np.full(count, self.nobody, np.int32), draws, some
+
+  def _tables(self, parts: List[Part]) -> np.ndarray:
+    reach = max(p.start + p.count for p in parts)
+    blocks = -(-reach // self._numerics.kv_block)
+    columns = programs.at_least(self._column_sizes, blocks)
+    return self.tables[:, :columns].copy()
+
+  def _draws(
+    self, sequences: List[Sequence], count: int, positions: np.ndarray
+  ) -> tuple[sampling.Draws, sampling.Cuts | None]:
+    temperature = np.ones(count, np.float32)
+    seeds = np.zeros(count, np.uint32)
+    for n, sequence in enumerate(sequences):
+      temperature[n] = sequence.request.temperature
+      seeds[n] = sequence.request.seed & 0xFFFFFFFF
+    draws = sampling.Draws(temperature, seeds, positions)
+    if not any(s.cuts for s in sequences):
+      return draws, None
+    return draws, self._cuts(sequences, count)
+
+  def _cuts(self, sequences: List[Sequence], count: int) -> sampling.Cuts:
+    some = np.zeros(count, bool)
+    top_k = np.zeros(count, np.int32)
+    top_p, min_p = np.ones(count, np.float32), np.zeros(count, np.float32)
+    allowed = self._all
+    for n, sequence in enumerate(sequences):
+      request = sequence.request
+      some[n] = sequence.cuts
+      top_k[n] = min(request.top_k, self._model.vocab_size)
+      top_p[n], min_p[n] = request.top_p, request.min_p
+      if sequence.allowed is not None:
+        if allowed is self._all:
+          allowed = np.repeat(self._all, count, axis=0)
+        allowed[n] = sequence.allowed
+    return sampling.Cuts(some, top_k, top_p, min_p, allowed)
+
+
+def _token(sequence: Sequence, at: int) -> int:
+  """A token; -1 for the one that only the device knows."""
+  return int(sequence.tokens[at]) if at < sequence.length else -1
+
+
+def _tokens(part: Part) -> np.ndarray:
+  """Tokens of a prompt's rows, or of a last token and a draft."""
+  known = part.sequence.tokens[part.start : part.sequence.length]
+  if part.proposed is not None:
+    return np.concatenate([known, part.proposed])
+  return known[: part.count]

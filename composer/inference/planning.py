@@ -1,0 +1,159 @@
+"""What the next step of the engine does: which rows of which sequences.
+
+Decoding sequences go first, one row each and those of a draft; prompt tokens
+fill the rows that are left, in the order of their starts. Where more sequences
+decode than there are rows they take turns, and prompts keep a small share, so
+that neither starves the other. Where all sequences decode, several steps are
+planned at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as List
+import dataclasses
+
+import numpy as np
+
+from composer import config as config_lib
+from composer.inference import batches
+from composer.inference import drafts
+from composer.inference import programs
+from composer.inference import sequence as sequence_lib
+
+Sequence = sequence_lib.Sequence
+Part = batches.Part
+
+PREFILL_SHARE = 8  # of so many rows, one is kept for prompts that wait
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+  """What a plan depends on, beside the sequences."""
+
+  rows: int  # of a mixed step
+  block: int  # tokens of a page
+  run_ahead: int  # decode steps of one dispatch
+  draft: drafts.Draft | None
+  draft_tokens: int
+
+  @property
+  def reach(self) -> int:
+    """Tokens that the next dispatch may compute of a decoding sequence."""
+    return max(self.run_ahead, 1 + self.draft_tokens * bool(self.draft))
+
+
+def rules(
+  numerics: config_lib.NumericsConfig, config: config_lib.EngineConfig
+) -> Rules:
+  return Rules(
+    rows=config.rows,
+    block=numerics.kv_block,
+    run_ahead=programs.run_ahead(config),
+    draft=drafts.DRAFTS[config.draft] if config.draft else None,
+    draft_tokens=config.draft_tokens,
+  )
+
+
+def plan(
+  rules: Rules,
+  running: List[Sequence],
+  turn: int,
+  ask: Callable[[Sequence], bool],
+) -> tuple[list[Part], int]:
+  """The next step.
+
+  Args:
+    rules: see there.
+    running: in the order of their starts.
+    turn: counts the steps.
+    ask: asks the mask of a sequence what it may draw next; false where the
+      sequence ended of it.
+
+  Returns:
+    (parts, decode steps of a run ahead or 0).
+  """
+  decoding, prefilling = [], []
+  for sequence in running:
+    if sequence.due - sequence.sent > 1:
+      prefilling.append(sequence)
+    elif sequence.due < sequence.size and not _waits(rules, sequence):
+      decoding.append(sequence)
+  masked = any(s.request.mask is not None for s in running)
+  if decoding and not prefilling and not masked and rules.run_ahead > 1:
+    parts = [_ahead(rules, s) for s in decoding]
+    return [part for part in parts if part.count > 0], rules.run_ahead
+  budget = left = rules.rows
+  if prefilling:
+    budget -= max(left // PREFILL_SHARE, 1)
+  if len(decoding) > budget:
+    at = turn * budget % len(decoding)
+    decoding = decoding[at:] + decoding[:at]
+  parts = []
+  for n, sequence in enumerate(decoding):
+    others = min(len(decoding) - n - 1, budget - 1)
+    part = _decode(rules, sequence, budget - others, ask)
+    if part is None:
+      continue
+    parts.append(part)
+    budget, left = budget - part.count, left - part.count
+    if budget <= 0:
+      break
+  return parts + _prefill(prefilling, left, ask), 0
+
+
+def _waits(rules: Rules, sequence: Sequence) -> bool:
+  """Whether the next row needs what the device has not told yet."""
+  some = sequence.request.mask is not None or rules.draft is not None
+  return some and sequence.due > sequence.length
+
+
+def _ahead(rules: Rules, sequence: Sequence) -> Part:
+  start = sequence.due - 1
+  count = min(
+    rules.run_ahead,
+    sequence.size - sequence.due,
+    len(sequence.pages) * rules.block - start,
+  )
+  return Part(sequence, start, count, count)
+
+
+def _decode(
+  rules: Rules, sequence: Sequence, most: int, ask: Callable
+) -> Part | None:
+  """A row of a decoding sequence, and those of its draft; `most` rows."""
+  start = sequence.due - 1
+  room = len(sequence.pages) * rules.block - sequence.due
+  if room < 0:  # its pages come with the next turn
+    return None
+  masked = sequence.request.mask is not None
+  if masked and not ask(sequence):
+    return None
+  if rules.draft is None or masked:
+    return Part(sequence, start, 1, 1)
+  most = min(
+    rules.draft_tokens, most - 1, room, sequence.size - sequence.due - 1
+  )
+  proposed = np.zeros(0, np.int32)
+  if most > 0:
+    proposed = rules.draft(sequence.tokens[: sequence.length], most)[:most]
+  count = 1 + len(proposed)
+  return Part(sequence, start, count, count, proposed.astype(np.int32))
+
+
+def _prefill(
+  prefilling: List[Sequence], left: int, ask: Callable
+) -> list[Part]:
+  """Chunks of prompts; the last row of a whole prompt draws."""
+  parts = []
+  for sequence in prefilling:
+    if left <= 0:
+      break
+    whole = sequence.due - sequence.sent
+    count = min(left, whole)
+    draws = int(count == whole)
+    if draws and sequence.request.mask is not None and not ask(sequence):
+      continue
+    parts.append(Part(sequence, sequence.sent, count, draws))
+    left -= count
+  return parts

@@ -1,0 +1,471 @@
+"""An OpenAI-compatible HTTP server in front of an engine.
+
+    POST /v1/chat/completions          tools, streaming, logprobs, n, stop, seed
+    POST /v1/completions               text or token ids
+    GET  /v1/models, /v1/models/NAME
+    GET  /v1/sessions/ID               what was recorded
+    POST /v1/sessions/ID/feedback      what a user said of it
+    GET  /health, /metrics
+
+Beyond OpenAI's fields, requests take `top_k`, `min_p`, `stop_token_ids`,
+`return_tokens`, `return_experts`, `record` and the session (header X-Session-Id
+or `metadata.session_id`); answers have `session_id`, `reasoning_content`,
+`broken_calls` and `tokens` (`server_shapes`).
+
+A server listens on loopback unless told otherwise, and elsewhere only with a
+bearer token. What a client gets wrong is answered in OpenAI's shape and logged,
+and touches nobody else: a body is refused by its length before it is read, a
+request whose client leaves is cancelled in the engine.
+
+Settings are in `server_state`; bodies are read by `server_requests`, answered by
+`server_answers`, worded by `server_text` and `server_shapes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Awaitable, Callable
+import contextlib
+import hmac
+import json
+import math
+import time
+from typing import Any
+
+from aiohttp import web
+
+from composer import wire
+from composer.inference import server_answers
+from composer.inference import server_metrics
+from composer.inference import server_requests
+from composer.inference import server_sessions
+from composer.inference.server_requests import ApiError
+from composer.inference.server_state import LOG
+from composer.inference.server_state import Engine
+from composer.inference.server_state import Server
+from composer.inference.server_state import ServerConfig
+from composer.inference.server_state import is_loopback
+from composer.inference.server_state import validate
+from composer.templates.protocol import Template
+
+SERVER = web.AppKey('server', Server)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+LINGER_S = 10.0  # in which a client may finish sending what was refused
+
+
+def make(
+  config: ServerConfig,
+  engine: Engine,
+  template: Template,
+  tokenizer: Any,
+  *,
+  vocab_size: int,
+  max_context: int,
+  table: server_sessions.Table,
+) -> Server:
+  """A server that does not listen yet.
+
+  Args:
+    config: settings, checked here.
+    engine: answers; it has weights.
+    template, tokenizer: of the model.
+    vocab_size: of the model; ids below are accepted.
+    max_context: tokens of a sequence in the engine.
+    table: of sessions.
+
+  Raises:
+    ValueError: see `server_state.validate`.
+  """
+  validate(config)
+  return Server(
+    config,
+    engine,
+    template,
+    tokenizer,
+    vocab_size,
+    max_context,
+    table,
+    int(time.time()),
+  )
+
+
+def app(server: Server) -> web.Application:
+  """The routes."""
+  out = web.Application(middlewares=[_outermost])
+  out[SERVER] = server
+  for path, handler in (
+    ('/v1/chat/completions', _chat),
+    ('/v1/completions', _completions),
+    ('/v1/sessions/{id}/feedback', _feedback),
+  ):
+    out.router.add_post(path, handler, expect_handler=_expect)
+  for path, handler in (
+    ('/v1/models', _models),
+    ('/v1/models/{id:.+}', _model),
+    ('/v1/sessions/{id}', _session),
+    ('/health', _health),
+    ('/metrics', _metrics),
+  ):
+    out.router.add_get(path, handler)
+  return out
+
+
+@contextlib.asynccontextmanager
+async def listening(server: Server):
+  """Listens; gives the address, as http://127.0.0.1:8000.
+
+  At the end no new requests are taken, those under way have `drain_s` to end,
+  and the rest are cancelled.
+
+  Raises:
+    ValueError: the address cannot be listened at.
+  """
+  config = server.config
+  runner = web.AppRunner(
+    app(server),
+    handler_cancellation=True,
+    access_log=None,
+    shutdown_timeout=1.0,
+    lingering_time=LINGER_S,
+  )
+  await runner.setup()
+  site = web.TCPSite(runner, config.host.strip('[]'), config.port)
+  try:
+    await site.start()
+  except OSError as error:
+    await runner.cleanup()
+    raise ValueError(
+      f'cannot listen at {config.host} port {config.port}:'
+      f' {error.strerror or error}; choose another --port, or 0 for a free one'
+    ) from error
+  try:
+    host, port = runner.addresses[0][:2]
+    yield f'http://[{host}]:{port}' if ':' in host else f'http://{host}:{port}'
+  finally:
+    server.draining = True
+    await site.stop()
+    await _drain(server)
+    await runner.cleanup()
+
+
+async def _drain(server: Server) -> None:
+  left = set(server.active)
+  if left:
+    LOG.info('waiting for %d requests under way', len(left))
+    _, left = await asyncio.wait(left, timeout=server.config.drain_s)
+  for task in left:
+    task.cancel()
+  if left:
+    LOG.warning(
+      '%d requests did not end within %g s and were cancelled',
+      len(left),
+      server.config.drain_s,
+    )
+    await asyncio.wait(left, timeout=server.config.drain_s)
+
+
+# --- around every request ----------------------------------------------------
+
+
+@web.middleware
+async def _outermost(
+  request: web.Request, handler: Handler
+) -> web.StreamResponse:
+  """Who may ask, errors in OpenAI's shape, one line in the log for each."""
+  server = request.app[SERVER]
+  route = request.match_info.route.resource
+  name = route.canonical if route is not None else 'unknown'
+  try:
+    _admit(server, request)
+    response = await handler(request)
+    server.metrics.requests[name, response.status] += 1
+    return response
+  except asyncio.CancelledError:
+    server.metrics.cancelled += 1
+    LOG.info('%s %s: the client left', request.method, name)
+    raise
+  except ConnectionError as error:
+    server.metrics.cancelled += 1
+    LOG.info('%s %s: the client left: %s', request.method, name, error)
+    raise
+  except ApiError as error:
+    failed = error
+  except web.HTTPException as error:
+    failed = ApiError(
+      f'{request.method} {request.path[:200]}: {error.reason}',
+      status=error.status,
+      code='not_found' if error.status == 404 else None,
+    )
+  except Exception as error:  # ours: told, and the server goes on
+    LOG.exception('%s %s', request.method, name)
+    failed = ApiError(
+      f'the server failed: {type(error).__name__}',
+      status=500,
+      kind='server_error',
+    )
+  server.metrics.requests[name, failed.status] += 1
+  # A client's text may hold anything; one line of it, escaped.
+  LOG.warning(
+    '%s %s: %d %s', request.method, name, failed.status, ascii(str(failed))
+  )
+  return _refusal(failed)
+
+
+def _refusal(failed: ApiError) -> web.Response:
+  response = web.json_response(failed.body(), status=failed.status)
+  if failed.status == 401:
+    response.headers['WWW-Authenticate'] = 'Bearer'
+  if failed.status in (429, 503):
+    response.headers['Retry-After'] = '1'
+  return response
+
+
+def _admit(server: Server, request: web.Request) -> None:
+  """Refuses who may not ask."""
+  config = server.config
+  if request.path == '/health':
+    return
+  if config.token:
+    given = request.headers.get('Authorization', '')
+    wanted = f'Bearer {config.token}'
+    if not hmac.compare_digest(
+      given.encode('utf-8', 'surrogateescape'), wanted.encode()
+    ):
+      raise ApiError(
+        'give the token of this server as the API key',
+        status=401,
+        code='invalid_api_key',
+      )
+  elif not is_loopback(request.url.host or ''):
+    # A page in a browser may have had its name changed to this machine.
+    raise ApiError(
+      'without a token this server answers to localhost and 127.0.0.1 only',
+      status=403,
+      code='forbidden_host',
+    )
+
+
+async def _expect(request: web.Request) -> web.Response | None:
+  """A client that asks before it sends its body is told of the limit first."""
+  try:
+    _check_length(request.app[SERVER], request)
+  except ApiError as error:  # no middleware is around this
+    return _refusal(error)
+  if request.headers.get('Expect', '').lower() == '100-continue':
+    await request.writer.write(b'HTTP/1.1 100 Continue\r\n\r\n')
+    request.writer.output_size = 0
+  return None
+
+
+def _check_length(server: Server, request: web.Request) -> None:
+  length, most = request.content_length, server.config.max_body
+  if length is not None and length > most:
+    raise _too_large(f'{length} bytes', most)
+
+
+def _too_large(what: str, most: int) -> ApiError:
+  return ApiError(
+    f'a body of {what} is more than the {most} that are read',
+    status=413,
+    code='request_too_large',
+  )
+
+
+async def _body(server: Server, request: web.Request) -> bytes:
+  """The body, no more of it than the limit, in limited time."""
+  if request.content_type != 'application/json':
+    # Any page may have a browser send other types here, unasked.
+    raise ApiError(
+      f'Content-Type is {request.content_type}; send application/json',
+      status=415,
+      code='unsupported_media_type',
+    )
+  _check_length(server, request)
+  parts, size, most = [], 0, server.config.max_body
+  try:
+    async with asyncio.timeout(server.config.body_s):
+      async for part in request.content.iter_any():
+        size += len(part)
+        if size > most:
+          raise _too_large(f'{size} bytes and more', most)
+        parts.append(part)
+  except TimeoutError:
+    raise ApiError(
+      f'the body did not arrive within {server.config.body_s:g} s', status=408
+    ) from None
+  except web.RequestPayloadError as error:
+    raise ApiError(f'the body is broken: {error}') from error
+  return b''.join(parts)
+
+
+async def _served(request: web.Request, answer) -> web.StreamResponse:
+  """Answers a request that samples, if there is room for one more."""
+  server = request.app[SERVER]
+  if server.draining:
+    raise ApiError('the server stops', status=503, kind='server_error')
+  if len(server.active) >= server.config.max_requests:
+    raise ApiError(
+      f'{len(server.active)} requests are being answered; come back in a while',
+      status=429,
+      kind='rate_limit_error',
+      code='rate_limit_exceeded',
+    )
+  task = asyncio.current_task()
+  assert task is not None
+  server.active.add(task)
+  try:
+    return await answer(server, request, await _body(server, request))
+  finally:
+    server.active.discard(task)
+
+
+# --- routes ------------------------------------------------------------------
+
+
+async def _chat(request: web.Request) -> web.StreamResponse:
+  return await _served(request, server_answers.chat)
+
+
+async def _completions(request: web.Request) -> web.StreamResponse:
+  return await _served(request, server_answers.completions)
+
+
+def _about(server: Server) -> dict[str, Any]:
+  return {
+    'id': server.config.model,
+    'object': 'model',
+    'created': server.began,
+    'owned_by': 'composer',
+    'version': server.engine.version,
+    'max_context': server.max_context,
+    'template': server.template.name,
+  }
+
+
+async def _models(request: web.Request) -> web.Response:
+  server = request.app[SERVER]
+  return web.json_response({'object': 'list', 'data': [_about(server)]})
+
+
+async def _model(request: web.Request) -> web.Response:
+  server = request.app[SERVER]
+  if request.match_info['id'] != server.config.model:
+    raise ApiError(
+      f'there is no model {request.match_info["id"][:80]!r}',
+      status=404,
+      param='model',
+      code='model_not_found',
+    )
+  return web.json_response(_about(server))
+
+
+async def _health(request: web.Request) -> web.Response:
+  """200 while requests are taken and the engine works, else 503."""
+  server = request.app[SERVER]
+  status, problem = 'ok', ''
+  try:
+    server.engine.check()
+  except Exception as error:
+    status, problem = 'failed', str(error)
+  if server.draining:
+    status = 'draining'
+  body = {'status': status, 'version': server.engine.version}
+  if problem:
+    body['error'] = problem
+  return web.json_response(body, status=200 if status == 'ok' else 503)
+
+
+async def _metrics(request: web.Request) -> web.Response:
+  server = request.app[SERVER]
+  gauges = {
+    'active_requests': len(server.active),
+    'sessions': len(server.table),
+    'session_tokens': server.table.tokens,
+    'sessions_expired': server.table.expired,
+  }
+  lines = server_metrics.text(server.metrics, server.engine.stats, gauges)
+  return web.Response(
+    text='\n'.join([*lines, '']),
+    headers={'Content-Type': 'text/plain; version=0.0.4; charset=utf-8'},
+  )
+
+
+def _found(request: web.Request) -> server_sessions.Session:
+  name = request.match_info['id']
+  session = request.app[SERVER].table.get(name)
+  if session is None:
+    raise ApiError(
+      f'there is no session {name[:128]!r}; it may have expired',
+      status=404,
+      code='session_not_found',
+    )
+  return session
+
+
+async def _session(request: web.Request) -> web.Response:
+  """The session, each segment with its tokens, and whole as `wire` writes it.
+
+  `record` is the base64 of `wire.encode_segment`: routes, logprobs, versions.
+  """
+  server, session = request.app[SERVER], _found(request)
+  segments = server.table.segments(session)
+  encoded = await asyncio.to_thread(
+    lambda: [
+      base64.b64encode(wire.encode_segment(x)).decode() for x in segments
+    ]
+  )
+  body = {
+    **server_sessions.describe(session),
+    'segments': [
+      {
+        'tokens': x.tokens.tolist(),
+        'sampled': x.sampled.tolist(),
+        'stop_reason': x.stop_reason,
+        'parent': x.parent,
+        'record': record,
+      }
+      for x, record in zip(segments, encoded, strict=True)
+    ],
+  }
+  return web.json_response(body)
+
+
+async def _feedback(request: web.Request) -> web.Response:
+  """Keeps {"kind": TEXT, "value": NUMBER, "detail": ANYTHING} of a session.
+
+  `kind` says what was observed ('thumbs', 'accepted', 'follow_up', ...), and
+  `value` how good it was, larger being better. A second one does not replace
+  the first.
+  """
+  server = request.app[SERVER]
+  body = server_requests.load(await _body(server, request))
+  session = _found(request)
+  kind, value = body.get('kind'), body.get('value')
+  if not isinstance(kind, str) or not 0 < len(kind) <= 64:
+    raise server_requests.invalid('kind must be 1 to 64 characters', 'kind')
+  if type(value) not in (int, float) or not math.isfinite(value):
+    raise server_requests.invalid('value must be a finite number', 'value')
+  surplus = sorted(set(body) - {'kind', 'value', 'detail'})
+  if surplus:
+    raise server_requests.invalid(
+      f'unknown parameter: {surplus[0][:80]!r}', surplus[0][:80],
+      'unknown_parameter',
+    )  # fmt: skip
+  detail = body.get('detail')
+  if len(json.dumps(detail)) > 65536:
+    raise server_requests.invalid('detail is more than 64 KB', 'detail')
+  feedback = {
+    'kind': kind, 'value': value, 'detail': detail, 'time': time.time(),
+  }  # fmt: skip
+  try:
+    count = await server.table.add_feedback(session, feedback)
+  except ValueError as error:
+    raise ApiError(str(error), status=409) from error
+  except OSError as error:
+    raise ApiError(
+      f'the feedback could not be written: {error.strerror or error}',
+      status=507,
+      kind='server_error',
+    ) from error
+  return web.json_response({'session_id': session.id, 'feedback': count})

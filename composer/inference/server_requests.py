@@ -1,0 +1,591 @@
+"""Bodies of HTTP requests to requests that can be served, or to OpenAI's errors.
+
+Everything that a client can get wrong is found here, before an engine is asked.
+A field that would change the answer and is not served is refused by its name;
+nothing is ignored in silence but what cannot change an answer (`_NEUTRAL`).
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import math
+import re
+from typing import Any
+
+from composer.chat import Call
+from composer.templates.protocol import Message
+
+CHOICES = 128  # prompts times n, of one request
+STOPS = 16  # stop strings
+MESSAGES = 8192
+TOOLS = 512
+DEPTH = 32  # of a tool's schema
+SESSION = re.compile(r'[A-Za-z0-9][A-Za-z0-9._:-]{0,127}')  # a folder's name
+_NAME = re.compile(r'[A-Za-z0-9_.-]{1,64}')
+_TYPES = ('object', 'array', 'string', 'number', 'integer', 'boolean', 'null')
+INVALID = 'invalid_request_error'
+
+
+class ApiError(Exception):
+  """An error as OpenAI's API words it; `status` is that of HTTP."""
+
+  def __init__(
+    self,
+    message: str,
+    *,
+    status: int = 400,
+    kind: str = INVALID,
+    param: str | None = None,
+    code: str | None = None,
+  ):
+    super().__init__(message)
+    self.status, self.kind, self.param, self.code = status, kind, param, code
+
+  def body(self) -> dict[str, Any]:
+    return {
+      'error': {
+        'message': str(self),
+        'type': self.kind,
+        'param': self.param,
+        'code': self.code,
+      }
+    }
+
+
+def invalid(message: str, param: str, code: str = 'invalid_value') -> ApiError:
+  return ApiError(message, param=param, code=code)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+  """How to sample and what to tell of it; of chats and completions alike.
+
+  Attributes:
+    n: answers to each prompt.
+    max_tokens: None: what the server allows.
+    temperature, top_p, top_k, min_p: as in `records.SampleRequest`.
+    seed: None: the server draws one.
+    stop: strings that end an answer and are not part of it.
+    stop_tokens: ids that end it; None: those of the template.
+    stop_sequences: runs of ids that end it.
+    stream, usage: in pieces; and the counts of tokens as the last.
+    logprobs: of every sampled token, in OpenAI's form.
+    tokens, experts: the project's own fields in the answer.
+    session: id, or ''.
+    record: whether the session is recorded.
+  """
+
+  n: int
+  max_tokens: int | None
+  temperature: float
+  top_p: float
+  top_k: int
+  min_p: float
+  seed: int | None
+  stop: tuple[str, ...]
+  stop_tokens: tuple[int, ...] | None
+  stop_sequences: tuple[tuple[int, ...], ...]
+  stream: bool
+  usage: bool
+  logprobs: bool
+  tokens: bool
+  experts: bool
+  session: str
+  record: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+  """A body of /v1/chat/completions. `calls` is 'none', 'auto', 'required', or
+  the name of the tool that is to be called."""
+
+  model: str
+  messages: tuple[Message, ...]
+  tools: tuple[Mapping[str, Any], ...]
+  calls: str
+  named: bool  # `calls` is a name
+  wanted: Wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class Completions:
+  """A body of /v1/completions; a prompt is a text or token ids."""
+
+  model: str
+  prompts: tuple[str | tuple[int, ...], ...]
+  wanted: Wanted
+
+
+# Cannot change an answer of ours.
+_NEUTRAL = (
+  'user',
+  'store',
+  'service_tier',
+  'parallel_tool_calls',
+  'prompt_cache_key',
+  'prompt_cache_retention',
+  'safety_identifier',
+)
+# Would change it; served with these values only.
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+  'frequency_penalty': (0,),
+  'presence_penalty': (0,),
+  'logit_bias': ({},),
+  'top_logprobs': (0,),
+  'response_format': ({'type': 'text'},),
+  'modalities': (['text'],),
+  'best_of': (1,),
+  'echo': (False,),
+  'suffix': ('',),
+}
+_SHARED = (
+  'model',
+  'n',
+  'max_tokens',
+  'temperature',
+  'top_p',
+  'top_k',
+  'min_p',
+  'seed',
+  'stop',
+  'stop_token_ids',
+  'stream',
+  'stream_options',
+  'logprobs',
+  'metadata',
+  'return_tokens',
+  'return_experts',
+  'record',
+)
+_OF_CHAT = ('messages', 'tools', 'tool_choice', 'max_completion_tokens')
+
+
+def load(body: bytes) -> dict[str, Any]:
+  """The JSON object of a body."""
+  try:
+    text = body.decode('utf-8')
+  except UnicodeDecodeError as error:
+    raise ApiError(
+      f'the body is not UTF-8: {error.reason} at byte {error.start}',
+      code='invalid_utf8',
+    ) from None
+  try:
+    value = json.loads(text, parse_constant=_no_number)
+  except (ValueError, RecursionError) as error:
+    raise ApiError(
+      f'the body is not JSON: {str(error)[:200]}', code='invalid_json'
+    ) from None
+  if not isinstance(value, dict):
+    raise ApiError('the body must be a JSON object', code='invalid_json')
+  return {key: x for key, x in value.items() if x is not None}
+
+
+def _no_number(name: str) -> None:
+  raise ValueError(f'{name} is no JSON')
+
+
+def chat(body: Mapping[str, Any], session: str) -> Chat:
+  """A body of /v1/chat/completions; `session` is that of the header, or ''."""
+  _refuse_unknown(body, (*_SHARED, *_OF_CHAT))
+  tools = _tools(body.get('tools', []))
+  calls, named = _tool_choice(body, tools)
+  limit = _whole(body, 'max_completion_tokens', None, 1)
+  wanted = _wanted(body, session)
+  if limit is not None:
+    wanted = dataclasses.replace(wanted, max_tokens=limit)
+  return Chat(
+    model=_model(body),
+    messages=_messages(body.get('messages')),
+    tools=tools,
+    calls=calls,
+    named=named,
+    wanted=wanted,
+  )
+
+
+def completions(body: Mapping[str, Any], session: str) -> Completions:
+  """A body of /v1/completions; max_tokens is 16 unless given, as there."""
+  _refuse_unknown(body, (*_SHARED, 'prompt'))
+  body = {'max_tokens': 16, **body}
+  logprobs = body.get('logprobs', False)
+  if type(logprobs) is int:  # here it is the number of alternatives
+    if logprobs:
+      raise invalid(
+        f'logprobs={logprobs}: only that of the sampled token is known; ask for'
+        ' 0',
+        'logprobs',
+        'unsupported_value',
+      )
+    body = {**body, 'logprobs': True}
+  wanted = _wanted(body, session)
+  prompts = _prompts(body.get('prompt'))
+  if len(prompts) * wanted.n > CHOICES:
+    raise invalid(
+      f'{len(prompts)} prompts times n={wanted.n} are more than {CHOICES}', 'n'
+    )
+  return Completions(_model(body), prompts, wanted)
+
+
+def _refuse_unknown(body: Mapping[str, Any], known: Sequence[str]) -> None:
+  for name, value in body.items():
+    if name in known or name in _NEUTRAL:
+      continue
+    if name not in _FIXED:
+      raise invalid(
+        f'unknown parameter: {name[:80]!r}', name[:80], 'unknown_parameter'
+      )
+    if value not in _FIXED[name]:
+      raise invalid(
+        f'{name}={json.dumps(value)[:80]} is not served; leave it out',
+        name,
+        'unsupported_value',
+      )
+
+
+def _wanted(body: Mapping[str, Any], session: str) -> Wanted:
+  options = body.get('stream_options', {})
+  if not isinstance(options, dict) or set(options) - {
+    'include_usage',
+    'include_obfuscation',
+  }:
+    raise invalid('stream_options takes include_usage only', 'stream_options')
+  stop_tokens, stop_sequences = _stop_ids(body.get('stop_token_ids'))
+  return Wanted(
+    n=_whole(body, 'n', 1, 1, CHOICES),
+    max_tokens=_whole(body, 'max_tokens', None, 1),
+    temperature=_number(body, 'temperature', 1.0, 0.0, 100.0),
+    top_p=_number(body, 'top_p', 1.0, 0.0, 1.0, above=True),
+    top_k=_whole(body, 'top_k', 0, 0),
+    min_p=_number(body, 'min_p', 0.0, 0.0, 1.0),
+    seed=_whole(body, 'seed', None, -(2**63), 2**64),
+    stop=_stop(body.get('stop', [])),
+    stop_tokens=stop_tokens,
+    stop_sequences=stop_sequences,
+    stream=_flag(body, 'stream'),
+    usage=_flag(options, 'include_usage'),
+    logprobs=_flag(body, 'logprobs'),
+    tokens=_flag(body, 'return_tokens'),
+    experts=_flag(body, 'return_experts'),
+    session=_session(body, session),
+    record=_flag(body, 'record', True),
+  )
+
+
+def _session(body: Mapping[str, Any], header: str) -> str:
+  metadata = body.get('metadata', {})
+  if not isinstance(metadata, dict):
+    raise invalid('metadata must be an object', 'metadata')
+  found = header or metadata.get('session_id', '')
+  if found and not (isinstance(found, str) and SESSION.fullmatch(found)):
+    raise invalid(
+      'a session id is 1 to 128 letters, digits and ._:-, a letter or digit'
+      ' first',
+      'metadata.session_id',
+    )
+  return found
+
+
+def _model(body: Mapping[str, Any]) -> str:
+  model = body.get('model')
+  if not isinstance(model, str) or not model:
+    raise invalid(
+      'model must be the name of a model (see /v1/models)',
+      'model',
+      'missing_required_parameter',
+    )
+  return model
+
+
+# --- values ------------------------------------------------------------------
+
+
+def _flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
+  value = body.get(name, default)
+  if not isinstance(value, bool):
+    raise invalid(
+      f'{name}={json.dumps(value)[:80]} is neither true nor false',
+      name,
+      'invalid_type',
+    )
+  return value
+
+
+def _whole(body, name, default, low, high=2**31 - 1):
+  value = body.get(name, default)
+  if value is default:
+    return default
+  if type(value) is not int:
+    raise invalid(
+      f'{name}={json.dumps(value)[:80]} is no whole number',
+      name,
+      'invalid_type',
+    )
+  if not low <= value <= high:
+    raise invalid(f'{name}={value} must lie in {low}..{high}', name)
+  return value
+
+
+def _number(body, name, default, low, high, above=False):
+  value = body.get(name, default)
+  if type(value) not in (int, float):
+    raise invalid(
+      f'{name}={json.dumps(value)[:80]} is no number', name, 'invalid_type'
+    )
+  if not (low <= value <= high and math.isfinite(value)) or (
+    above and value == low
+  ):
+    side = f'more than {low:g}' if above else f'at least {low:g}'
+    raise invalid(f'{name}={value} must be {side}, at most {high:g}', name)
+  return float(value)
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+  stops = [value] if isinstance(value, str) else value
+  if not (
+    isinstance(stops, list)
+    and len(stops) <= STOPS
+    and all(isinstance(x, str) and 0 < len(x) <= 256 for x in stops)
+  ):
+    raise invalid(
+      f'stop must be a text, or at most {STOPS} texts, of 1 to 256 characters',
+      'stop',
+    )
+  return tuple(stops)
+
+
+def _stop_ids(value: Any):
+  """(ids, runs of ids) of a list in which both may stand; None is (None, ())."""
+  if value is None:
+    return None, ()
+  if not isinstance(value, list):
+    raise invalid(
+      'stop_token_ids must be a list of token ids, or of lists of them',
+      'stop_token_ids',
+      'invalid_type',
+    )
+  runs = tuple(
+    _ids(x, 'stop_token_ids') for x in value if isinstance(x, list) and x
+  )
+  ids = [x for x in value if not isinstance(x, list) or not x]
+  return _ids(ids, 'stop_token_ids'), runs
+
+
+def _ids(value: Any, name: str) -> tuple[int, ...]:
+  if not (isinstance(value, list) and all(type(i) is int for i in value)):
+    raise invalid(f'{name} must be a list of token ids', name, 'invalid_type')
+  return tuple(value)
+
+
+def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+  if isinstance(value, str):
+    return (value,)
+  if not isinstance(value, list) or not value:
+    raise invalid(
+      'prompt must be a text, a list of token ids, or a list of either',
+      'prompt',
+      'invalid_type',
+    )
+  if type(value[0]) is int:
+    return (_ids(value, 'prompt'),)
+  return tuple(
+    x if isinstance(x, str) else _ids(x, f'prompt[{i}]')
+    for i, x in enumerate(value)
+  )
+
+
+# --- messages ----------------------------------------------------------------
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+  if not (isinstance(value, list) and 0 < len(value) <= MESSAGES):
+    raise invalid(
+      f'messages must be a list of 1 to {MESSAGES} messages',
+      'messages',
+      'invalid_type',
+    )
+  names: dict[str, str] = {}  # of the tools that were called, by id
+  out = []
+  for i, item in enumerate(value):
+    message = _message(item, f'messages[{i}]', names)
+    names.update({call.id: call.name for call in message.calls})
+    out.append(message)
+  return tuple(out)
+
+
+def _message(item: Any, where: str, names: Mapping[str, str]) -> Message:
+  if not isinstance(item, dict):
+    raise invalid(f'{where} must be an object', where, 'invalid_type')
+  item = {key: x for key, x in item.items() if x is not None}
+  role = item.get('role')
+  if role in ('system', 'developer'):
+    return Message('system', _content(item, where))
+  if role == 'user':
+    return Message('user', _content(item, where))
+  if role == 'assistant':
+    thinking = item.get('reasoning_content', item.get('reasoning', ''))
+    if not isinstance(thinking, str):
+      raise invalid(
+        f'{where}.reasoning_content must be a text',
+        f'{where}.reasoning_content',
+      )
+    calls = _calls(item.get('tool_calls', []), f'{where}.tool_calls')
+    content = _content(item, where) if item.get('content') else ''
+    return Message('assistant', content, thinking, calls)
+  if role == 'tool':
+    call_id = item.get('tool_call_id')
+    if not isinstance(call_id, str) or call_id not in names:
+      raise invalid(
+        f'{where}.tool_call_id must be the id of a call that the assistant made'
+        ' before',
+        f'{where}.tool_call_id',
+      )
+    return Message(
+      'tool', _content(item, where), name=names[call_id], call_id=call_id
+    )
+  raise invalid(
+    f'{where}.role={json.dumps(role)[:40]}; use system, developer, user,'
+    ' assistant or tool',
+    f'{where}.role',
+  )
+
+
+def _content(item: Mapping[str, Any], where: str) -> str:
+  content = item.get('content')
+  if isinstance(content, str):
+    return content
+  if isinstance(content, list):
+    texts = [
+      part.get('text')
+      if isinstance(part, dict) and part.get('type') == 'text'
+      else None
+      for part in content
+    ]
+    if all(isinstance(x, str) for x in texts):
+      return ''.join(texts)
+  raise invalid(
+    f'{where}.content must be a text, or a list of parts of type text',
+    f'{where}.content',
+    'invalid_type',
+  )
+
+
+def _calls(value: Any, where: str) -> tuple[Call, ...]:
+  if not isinstance(value, list):
+    raise invalid(f'{where} must be a list', where, 'invalid_type')
+  return tuple(_call(x, f'{where}[{i}]') for i, x in enumerate(value))
+
+
+def _call(item: Any, where: str) -> Call:
+  try:
+    name, text = item['function']['name'], item['function']['arguments']
+    call_id = item['id']
+    arguments = json.loads(text, parse_constant=_no_number)
+  except (KeyError, TypeError, ValueError, RecursionError):
+    arguments = None
+  if not (
+    isinstance(arguments, dict)
+    and isinstance(name, str)
+    and isinstance(call_id, str)
+    and name
+  ):
+    raise invalid(
+      f'{where} must be {{"id": ID, "type": "function", "function": {{"name":'
+      ' NAME, "arguments": JSON OBJECT AS A TEXT}}',
+      where,
+    )
+  return Call(name, arguments, call_id)
+
+
+# --- tools -------------------------------------------------------------------
+
+
+def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+  if not (isinstance(value, list) and len(value) <= TOOLS):
+    raise invalid(f'tools must be a list of at most {TOOLS}', 'tools')
+  seen: set[str] = set()
+  for i, tool in enumerate(value):
+    where = f'tools[{i}]'
+    function = tool.get('function') if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or tool.get('type') != 'function':
+      raise invalid(
+        f'{where} must be {{"type": "function", "function": {{...}}}}',
+        where,
+        'invalid_function_parameters',
+      )
+    name = function.get('name')
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in seen:
+      raise invalid(
+        f'{where}.function.name={json.dumps(name)[:80]} must be 1 to 64'
+        ' letters, digits and ._-, and of this tool alone',
+        f'{where}.function.name',
+      )
+    seen.add(name)
+    if not isinstance(function.get('description', ''), str):
+      raise invalid(
+        f'{where}.function.description must be a text',
+        f'{where}.function.description',
+      )
+    schema = function.get('parameters', {})
+    _check_schema(schema, f'{where}.function.parameters', 0)
+    if schema and schema.get('type') != 'object':
+      raise invalid(
+        f'{where}.function.parameters.type must be "object"',
+        f'{where}.function.parameters',
+        'invalid_function_parameters',
+      )
+  return tuple(value)
+
+
+def _check_schema(schema: Any, where: str, depth: int) -> None:
+  """Refuses what is no JSON schema, as far as one can be told here."""
+
+  def wrong(what: str) -> ApiError:
+    return invalid(f'{where}: {what}', where, 'invalid_function_parameters')
+
+  if isinstance(schema, bool) and depth:
+    return
+  if not isinstance(schema, dict):
+    raise wrong('a schema must be an object')
+  if depth > DEPTH:
+    raise wrong(f'nested more than {DEPTH} deep')
+  kinds = schema.get('type', _TYPES)
+  kinds = (kinds,) if isinstance(kinds, str) else kinds
+  if not isinstance(kinds, list | tuple) or any(x not in _TYPES for x in kinds):
+    raise wrong(f'type {json.dumps(kinds)[:80]} is none of JSON')
+  properties = schema.get('properties', {})
+  if not isinstance(properties, dict):
+    raise wrong('properties must be an object')
+  required = schema.get('required', [])
+  if not (
+    isinstance(required, list) and all(isinstance(x, str) for x in required)
+  ):
+    raise wrong('required must be a list of names')
+  for name, inner in properties.items():
+    _check_schema(inner, f'{where}.properties.{name[:64]}', depth + 1)
+  if 'items' in schema:
+    _check_schema(schema['items'], f'{where}.items', depth + 1)
+
+
+def _tool_choice(
+  body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+) -> tuple[str, bool]:
+  """(choice, whether it is a tool's name)."""
+  choice = body.get('tool_choice', 'auto' if tools else 'none')
+  if choice in ('none', 'auto'):
+    return (choice if tools else 'none'), False
+  known = [tool['function']['name'] for tool in tools]
+  if choice == 'required' and known:
+    return choice, False
+  if isinstance(choice, dict) and choice.get('type') == 'function':
+    function = choice.get('function')
+    name = function.get('name') if isinstance(function, dict) else None
+    if name in known:
+      return name, True
+  raise invalid(
+    f'tool_choice={json.dumps(choice)[:120]}: use none, auto, required, or one'
+    f' of the tools: {", ".join(known)[:200] or "(there are none)"}',
+    'tool_choice',
+  )

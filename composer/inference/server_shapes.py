@@ -1,0 +1,217 @@
+"""Answers in OpenAI's shapes, with the project's own fields. Pure.
+
+A choice has, where the request asked for it (`return_tokens`), a field `tokens`:
+
+  prompt_ids, ids     of the whole context, and of what was sampled
+  logprobs            of each sampled token, under the distribution that it was
+                      really sampled from
+  versions            of the policy that sampled each
+  computed_versions   at which keys and values were computed, of context and
+                      sampled tokens; -1 where they were not
+  stop_reason         'stop', 'length' or 'context'
+  kept                where the distribution was cut: {ids, offsets}
+  experts             with `return_experts`: int16 [P + S, L, K] as base64 of its
+                      little-endian bytes, row by row, with its shape
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from composer.inference import server_text
+from composer.records import Completion
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """One answer: what was sampled, and how it reads.
+
+  `finish` is OpenAI's reason, `call_ids` name the calls of `said`.
+  """
+
+  index: int
+  context: np.ndarray  # int32 [P]
+  completion: Completion
+  said: server_text.Said
+  finish: str
+  call_ids: tuple[str, ...] = ()
+
+
+def encode_array(array: np.ndarray) -> dict[str, Any]:
+  data = np.ascontiguousarray(array, array.dtype.newbyteorder('<'))
+  return {
+    'shape': list(array.shape),
+    'dtype': array.dtype.name,
+    'base64': base64.b64encode(data.tobytes()).decode('ascii'),
+  }
+
+
+def tokens_field(choice: Choice, experts: bool) -> dict[str, Any]:
+  """The field `tokens`. A float32 is written as the decimal of its double,
+  which reads back equal."""
+  x = choice.completion
+  out = {
+    'prompt_ids': choice.context.tolist(),
+    'ids': x.tokens.tolist(),
+    'logprobs': x.logprobs.tolist(),
+    'versions': x.versions.tolist(),
+    'computed_versions': x.computed_versions.tolist(),
+    'stop_reason': x.stop_reason,
+  }
+  if x.kept_ids is not None and x.kept_offsets is not None:
+    out['kept'] = {
+      'ids': x.kept_ids.tolist(),
+      'offsets': x.kept_offsets.tolist(),
+    }
+  if experts:
+    out['experts'] = encode_array(x.experts)
+  return out
+
+
+def usage(prompts: int, choices: Sequence[Choice]) -> dict[str, int]:
+  """`prompts`: tokens of all of them, each counted once."""
+  sampled = sum(len(x.completion.tokens) for x in choices)
+  return {
+    'prompt_tokens': prompts,
+    'completion_tokens': sampled,
+    'total_tokens': prompts + sampled,
+  }
+
+
+def message(choice: Choice) -> dict[str, Any]:
+  said = choice.said
+  out: dict[str, Any] = {
+    'role': 'assistant',
+    'content': said.content or (None if said.calls else ''),
+    'refusal': None,
+  }
+  if said.thinking:
+    out['reasoning_content'] = said.thinking
+  if said.calls:
+    out['tool_calls'] = tool_calls(choice)
+  if said.broken:
+    out['broken_calls'] = [
+      {'reason': x.reason, 'detail': x.detail, 'text': x.text}
+      for x in said.broken
+    ]
+  return out
+
+
+def tool_calls(choice: Choice) -> list[dict[str, Any]]:
+  return [
+    {
+      'id': call_id,
+      'type': 'function',
+      'function': {
+        'name': call.name,
+        'arguments': server_text.arguments_text(call),
+      },
+    }
+    for call_id, call in zip(choice.call_ids, choice.said.calls, strict=True)
+  ]
+
+
+def tool_deltas(choice: Choice) -> list[dict[str, Any]]:
+  """The calls as pieces of a stream: each one's name, then its arguments."""
+  out = []
+  for i, call in enumerate(tool_calls(choice)):
+    arguments = call['function']['arguments']
+    begun = {**call, 'function': {**call['function'], 'arguments': ''}}
+    out.append({'tool_calls': [{'index': i, **begun}]})
+    out.append(
+      {'tool_calls': [{'index': i, 'function': {'arguments': arguments}}]}
+    )
+  return out
+
+
+def chat_logprobs(
+  tokenizer: Any, ids: Sequence[int], logprobs: Sequence[float]
+) -> dict[str, Any]:
+  content = []
+  for i, logprob in zip(ids, logprobs, strict=True):
+    text, data = server_text.token_text(tokenizer, int(i))
+    content.append(
+      {
+        'token': text,
+        'logprob': float(logprob),
+        'bytes': data,
+        'top_logprobs': [],
+      }
+    )
+  return {'content': content, 'refusal': None}
+
+
+def text_logprobs(
+  tokenizer: Any,
+  ids: Sequence[int],
+  logprobs: Sequence[float],
+  offset: int = 0,
+) -> dict[str, Any]:
+  """`offset`: characters of the answer before these tokens. Half a character
+  counts as one."""
+  texts = [server_text.token_text(tokenizer, int(i))[0] for i in ids]
+  offsets = []
+  for text in texts:
+    offsets.append(offset)
+    offset += len(text)
+  return {
+    'tokens': texts,
+    'token_logprobs': [float(x) for x in logprobs],
+    'top_logprobs': None,
+    'text_offset': offsets,
+  }
+
+
+def chat_choice(
+  tokenizer: Any, choice: Choice, logprobs: bool, tokens: bool, experts: bool
+) -> dict[str, Any]:
+  x = choice.completion
+  out = {
+    'index': choice.index,
+    'message': message(choice),
+    'finish_reason': choice.finish,
+    'logprobs': chat_logprobs(tokenizer, x.tokens, x.logprobs)
+    if logprobs
+    else None,
+  }
+  if tokens or experts:
+    out['tokens'] = tokens_field(choice, experts)
+  return out
+
+
+def text_choice(
+  tokenizer: Any, choice: Choice, logprobs: bool, tokens: bool, experts: bool
+) -> dict[str, Any]:
+  x = choice.completion
+  out = {
+    'index': choice.index,
+    'text': choice.said.content,
+    'finish_reason': choice.finish,
+    'logprobs': text_logprobs(tokenizer, x.tokens, x.logprobs)
+    if logprobs
+    else None,
+  }
+  if tokens or experts:
+    out['tokens'] = tokens_field(choice, experts)
+  return out
+
+
+def envelope(
+  kind: str, answer_id: str, created: int, model: str, session: str
+) -> dict[str, Any]:
+  """The outer fields; `kind` as 'chat.completion.chunk'."""
+  out = {'id': answer_id, 'object': kind, 'created': created, 'model': model}
+  return {**out, 'session_id': session} if session else out
+
+
+def chunk(
+  outer: Mapping[str, Any], index: int, inner: Mapping[str, Any]
+) -> dict[str, Any]:
+  """A piece of a stream, of one choice; `inner` has its delta or text."""
+  choice = {'index': index, 'logprobs': None, 'finish_reason': None, **inner}
+  return {**outer, 'choices': [choice]}

@@ -1,0 +1,151 @@
+"""Small engines for tests, requests for them, and answers to compare with."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from composer import config as config_lib
+from composer import params as params_lib
+from composer import records
+from composer.inference import engine as engine_lib
+from composer.model import presets
+from composer.model import transformer
+
+MODEL = presets.TINY
+NUMERICS = config_lib.NumericsConfig(row_block=8, kv_block=4)
+CONFIG = config_lib.EngineConfig(
+  rows=32, sequences=12, pages=160, max_context=48
+)
+SECONDS = 60.0  # that any wait here may take
+
+
+def make_params(seed):
+  drawn = params_lib.init(transformer.spec(MODEL), jax.random.key(seed))
+  return jax.tree.map(lambda x: x * jnp.float32(1.7), drawn)
+
+
+@functools.cache
+def weights():
+  return [make_params(0), make_params(1)]
+
+
+@contextlib.contextmanager
+def starting(model=MODEL, numerics=NUMERICS):
+  """A function that starts engines, version 0 active; closed at the end."""
+  engines = []
+
+  def go(config=CONFIG, activate=True, pages=None):
+    """`pages`: all that may be used; the cache keeps its compiled shape."""
+    engine = engine_lib.Engine(model, numerics, config)
+    engines.append(engine)
+    if pages is not None:
+      engine._pool.allocate(config.pages - 1 - pages)
+    if activate:
+      engine.activate(0, weights()[0])
+    return engine
+
+  try:
+    yield go
+  finally:
+    for engine in engines:
+      engine.close()
+
+
+def request(prompt, seed=0, max_tokens=6, stop=(), temperature=1.0):
+  return records.SampleRequest(
+    np.asarray(prompt, np.int32), max_tokens, tuple(stop), temperature, seed
+  )
+
+
+def random_requests(count, seed=0, longest=30):
+  rng = np.random.default_rng(seed)
+  return [
+    request(
+      rng.integers(0, 64, rng.integers(1, longest)),
+      seed=int(rng.integers(0, 2**40)),
+      max_tokens=int(rng.integers(1, 14)),
+      stop=(3, 7),
+      temperature=float(rng.choice([0.0, 0.5, 1.0, 1.3])),
+    )
+    for _ in range(count)
+  ]
+
+
+def answer(engine, *requests):
+  async def go():
+    waits = [engine.sample(r) for r in requests]
+    return await asyncio.wait_for(asyncio.gather(*waits), SECONDS)
+
+  return asyncio.run(go())
+
+
+def one_by_one(engine, requests):
+  return [answer(engine, r)[0] for r in requests]
+
+
+def until(condition, what):
+  deadline = time.monotonic() + SECONDS
+  while not condition():
+    assert time.monotonic() < deadline, what
+    time.sleep(0.002)
+
+
+def pause(engine, after):
+  """Holds the loop once `after` tokens are sampled: (reached, go) events."""
+  reached, go, send = threading.Event(), threading.Event(), engine._send
+
+  def gated(plan, steps):
+    if engine.stats.sampled >= after and not go.is_set():
+      reached.set()
+      assert go.wait(SECONDS)
+    send(plan, steps)
+
+  engine._send = gated
+  return reached, go
+
+
+def assert_equal_answers(some, others):
+  for a, b in zip(some, others, strict=True):
+    for field in dataclasses.fields(a):
+      np.testing.assert_array_equal(
+        getattr(a, field.name), getattr(b, field.name), field.name
+      )
+
+
+def whole(r, completion):
+  return np.concatenate([r.tokens, completion.tokens])
+
+
+@jax.jit
+def trainer_logits(params, *arrays):
+  fast = dataclasses.replace(NUMERICS, mode='fast')
+  out = transformer.forward(params, MODEL, fast, *arrays)
+  z = transformer.logits_rows(
+    MODEL,
+    params['final_norm'],
+    transformer.unembedding(params),
+    out.hidden[0],
+    jnp.ones(out.hidden.shape[1]),
+  )
+  return z, out.experts[0]
+
+
+def logits_of(params, tokens):
+  """(float64 [T, V], experts) from the trainer's fast forward, alone."""
+  size = len(tokens)
+  arrays = np.zeros((3, 1, 48), np.int32)
+  arrays[:, 0, :size] = tokens, np.ones(size), np.arange(size)
+  z, experts = trainer_logits(params, *arrays)
+  return np.asarray(z, np.float64)[:size], np.asarray(experts)[:size]
+
+
+def log_softmax(z):
+  z = z - z.max(-1, keepdims=True)
+  return z - np.log(np.exp(z).sum(-1, keepdims=True))

@@ -1,0 +1,314 @@
+"""Pages that run out, restarts, drafts and runs ahead change no answer."""
+
+import asyncio
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import serving
+from serving import CONFIG
+from serving import MODEL
+from serving import NUMERICS
+from serving import SECONDS
+from serving import answer
+from serving import assert_equal_answers
+from serving import one_by_one
+from serving import pause
+from serving import random_requests
+from serving import request
+from serving import until
+from serving import whole
+
+from composer.inference import drafts
+from composer.inference import programs
+from composer.model import transformer
+
+
+@pytest.fixture
+def start():
+  with serving.starting() as go:
+    yield go
+
+
+@functools.cache
+def ordinary(count, seed):
+  """Answers with more pages than are needed, one token a step."""
+  with serving.starting() as go:
+    return answer(go(), *random_requests(count, seed))
+
+
+def config(**changed):
+  return dataclasses.replace(CONFIG, **changed)
+
+
+# --- pages --------------------------------------------------------------------
+
+
+def test_preempted_sequences_lose_nothing(start):
+  """Thirteen pages for twelve sequences of up to eleven pages each."""
+  engine = start(pages=13)
+  assert_equal_answers(answer(engine, *random_requests(40, 5)), ordinary(40, 5))
+  stats = engine.stats
+  assert stats.preempted > 1 and stats.recomputed > 0
+  assert stats.sampled == sum(len(c.tokens) for c in ordinary(40, 5))
+  assert stats.requests == 40  # a second start is no second request
+  until(lambda: engine._pool.available == 13, 'pages return')
+
+
+def test_preemption_across_a_swap_keeps_the_first_routes(start):
+  """Computed again at a newer version: what was known of a token stays."""
+  engine = start(pages=13)
+  reached, proceed = pause(engine, 40)
+
+  async def go():
+    tasks = [
+      asyncio.create_task(engine.sample(request([i, 1, 2], i, 40)))
+      for i in range(6)
+    ]
+    await asyncio.to_thread(reached.wait, SECONDS)
+    engine.activate(1, serving.weights()[1])
+    proceed.set()
+    return await asyncio.wait_for(asyncio.gather(*tasks), SECONDS)
+
+  answers = asyncio.run(go())
+  assert engine.stats.preempted > 0
+  seen = 0
+  for i, c in enumerate(answers):
+    assert len(c.tokens) == 40 and np.all(np.diff(c.versions) >= 0)
+    (alone,) = answer(start(), request([i, 1, 2], i, 40))
+    old = int(np.sum(c.versions == 0))
+    np.testing.assert_array_equal(c.tokens[:old], alone.tokens[:old])
+    np.testing.assert_array_equal(c.logprobs[:old], alone.logprobs[:old])
+    first = c.computed_versions == 0
+    np.testing.assert_array_equal(
+      c.experts[first], alone.experts[: len(first)][first]
+    )
+    if old:
+      assert np.all(c.computed_versions[: 3 + old - 1] == 0)
+      seen += 1
+  assert seen > 2
+  assert engine._pool.available == 13
+
+
+def test_more_sequences_than_rows_take_turns(start):
+  """Nobody starves: all advance, and prompts get in beside them."""
+  engine = start(config(rows=16, sequences=40, pages=400))
+  requests = [request([i, i + 1], i, 20) for i in range(39)]
+  late = request(np.arange(30), 7, 3)
+  reached, proceed = pause(engine, 100)
+
+  async def go():
+    tasks = [asyncio.create_task(engine.sample(r)) for r in requests]
+    await asyncio.to_thread(reached.wait, SECONDS)
+    tasks.append(asyncio.create_task(engine.sample(late)))
+    proceed.set()
+    last = await asyncio.wait_for(tasks[-1], SECONDS)
+    running = sum(not t.done() for t in tasks)
+    await asyncio.wait_for(asyncio.gather(*tasks), SECONDS)
+    return running, last, [t.result() for t in tasks[:-1]]
+
+  running, last, rest = asyncio.run(go())
+  assert running >= 10  # the late prompt did not wait for the others to end
+  assert_equal_answers(
+    [last, *rest[:6]], one_by_one(start(), [late, *requests[:6]])
+  )
+
+
+def test_cancelled_while_queued(start):
+  engine = start(config(sequences=2))
+  reached, proceed = pause(engine, 6)
+
+  async def go():
+    tasks = [
+      asyncio.create_task(engine.sample(request([i], i, 30))) for i in range(30)
+    ]
+    await asyncio.to_thread(reached.wait, SECONDS)
+    for task in tasks[1:]:
+      task.cancel()
+    await asyncio.sleep(0)
+    proceed.set()
+    return await asyncio.wait_for(tasks[0], SECONDS)
+
+  c = asyncio.run(go())
+  assert_equal_answers([c], answer(start(), request([0], 0, 30)))
+  until(lambda: engine.waiting == 0, 'the queue empties')
+  assert engine.stats.cancelled == 29 and engine.stats.requests == 2
+  assert engine.pages_held == 0
+
+
+# --- versions -----------------------------------------------------------------
+
+
+def test_restart_computes_again_at_the_new_version(start):
+  """What is sampled after the swap sees keys and values of its own version."""
+  engine = start(config(on_new_weights='restart'))
+  reached, proceed = pause(engine, 9)
+  r = request([1, 2, 3], 5, 30)
+
+  async def go():
+    running = asyncio.create_task(engine.sample(r))
+    await asyncio.to_thread(reached.wait, SECONDS)
+    engine.activate(7, serving.weights()[1])
+    proceed.set()
+    return await asyncio.wait_for(running, SECONDS)
+
+  c = asyncio.run(go())
+  at = int(np.argmax(c.versions == 7))
+  assert 9 <= at <= 11 and np.all(c.versions[at:] == 7)
+  fresh = start(activate=False)
+  fresh.activate(7, serving.weights()[1])
+  tail = request([1, 2, 3, *c.tokens[:at]], 5, 30 - at)
+  (again,) = answer(fresh, tail)
+  np.testing.assert_array_equal(c.tokens[at:], again.tokens)
+  np.testing.assert_array_equal(c.logprobs[at:], again.logprobs)
+  # What was sampled before is as it was, and so are its routes.
+  assert np.all(c.computed_versions[: 3 + at - 1] == 0)
+  assert engine.stats.recomputed >= 3 + at - 1
+  assert engine.stats.pause_s > 0
+
+
+# --- running ahead ------------------------------------------------------------
+
+
+def test_running_ahead_changes_no_bit(start):
+  engine = start(config(run_ahead=3))
+  assert_equal_answers(answer(engine, *random_requests(40, 5)), ordinary(40, 5))
+  requests = random_requests(40, 5)
+  assert_equal_answers(one_by_one(engine, requests[:8]), ordinary(40, 5)[:8])
+  until(lambda: engine.pages_held == 0, 'pages return')
+
+
+def test_running_ahead_with_few_pages(start):
+  engine = start(config(run_ahead=3), pages=13)
+  assert_equal_answers(answer(engine, *random_requests(40, 5)), ordinary(40, 5))
+  assert engine.stats.preempted > 0
+
+
+def test_nothing_compiles_after_warm_up(start):
+  with pytest.raises(ValueError, match='call activate first'):
+    start(activate=False).warm_up()
+  engine = start(config(run_ahead=3))
+  shapes = engine.warm_up(cuts=True)
+  assert shapes == 2 * len(programs.step_sizes(NUMERICS, CONFIG)) + 2
+  before = programs.compiled()
+  requests = [
+    dataclasses.replace(r, top_p=0.9 if n % 3 == 0 else 1.0)
+    for n, r in enumerate(random_requests(30, 6))
+  ]
+  answer(engine, *requests)
+  answer(engine, requests[1])
+  assert engine.stats.compilations == 0
+  assert programs.compiled() == before
+
+
+# --- drafts -------------------------------------------------------------------
+
+
+def test_ngram_proposes_what_followed():
+  tokens = np.asarray([1, 2, 3, 4, 9, 1, 2, 3, 7, 7, 1, 2, 3], np.int32)
+  assert drafts.ngram(tokens, 3).tolist() == [7, 7, 1]  # the newest place
+  assert drafts.ngram(tokens, 1).tolist() == [7]
+  assert drafts.ngram(np.asarray([5, 6, 7], np.int32), 4).tolist() == []
+  assert drafts.ngram(np.asarray([5], np.int32), 4).tolist() == []
+  assert drafts.ngram(np.asarray([4, 4, 4], np.int32), 4).tolist() == [4]
+
+
+def test_a_draft_changes_no_answer(start, monkeypatch):
+  """Lookup, nonsense, and an oracle: bit for bit what there is without."""
+  requests = random_requests(24, 5)
+  want = ordinary(40, 5)[:24]
+  texts = [whole(r, c) for r, c in zip(requests, want, strict=True)]
+
+  def oracle(tokens, most):
+    for text in texts:
+      if len(text) > len(tokens) and np.array_equal(
+        text[: len(tokens)], tokens
+      ):
+        return text[len(tokens) : len(tokens) + most]
+    return tokens[:0]
+
+  def nonsense(tokens, most):
+    return np.full(most, (int(tokens[-1]) + 1) % 64, np.int32)
+
+  rates, steps = {}, {}
+  for name, draft in (
+    ('ngram', drafts.ngram),
+    ('oracle', oracle),
+    ('nonsense', nonsense),
+  ):
+    monkeypatch.setitem(drafts.DRAFTS, name, draft)
+    engine = start(config(draft=name))
+    assert_equal_answers(answer(engine, *requests), want)
+    stats = engine.stats
+    rates[name] = stats.accepted / max(stats.proposed, 1)
+    steps[name] = stats.steps
+    until(lambda e=engine: e.pages_held == 0, 'pages return')
+    assert stats.sampled == sum(len(c.tokens) for c in want)
+  assert rates['oracle'] > 0.95 and rates['nonsense'] < 0.2
+  assert steps['oracle'] < 0.6 * steps['nonsense']
+
+
+def test_a_draft_is_accepted_as_often_as_the_model_says(start, monkeypatch):
+  """Over seeds: P(accept) = p(token), and draws follow the distribution."""
+  prompt = np.asarray([5, 9, 1, 30, 2])
+  z, _ = serving.logits_of(serving.weights()[0], np.append(prompt, 0))
+  p = np.exp(serving.log_softmax(z[4]))
+  likely = int(p.argmax())
+  monkeypatch.setitem(
+    drafts.DRAFTS, 'likely', lambda t, most: np.full(1, likely, np.int32)
+  )
+  engine = start(config(draft='likely'))
+  count = 1500
+  # The first draw follows the prompt itself; a draft stands behind the second.
+  answers = answer(
+    engine, *(request(prompt[:4], seed, 3) for seed in range(count))
+  )
+  plain = answer(
+    start(), *(request(prompt[:4], seed, 3) for seed in range(count))
+  )
+  assert_equal_answers(answers, plain)
+  second = np.asarray([c.tokens[1] for c in answers])
+  share = np.mean(second == likely)
+  stats = engine.stats
+  assert stats.proposed == count  # the third may not be proposed behind
+  assert stats.accepted / stats.proposed == pytest.approx(share, abs=1e-9)
+  first = np.asarray([c.tokens[0] for c in answers])
+  z, _ = serving.logits_of(serving.weights()[0], np.append(prompt[:4], 0))
+  want = np.exp(serving.log_softmax(z[3])) * count
+  seen = np.bincount(first, minlength=64)
+  big = want > 5
+  chi = np.sum((seen - want)[big] ** 2 / want[big])
+  n = int(big.sum())
+  assert chi < n + 5 * np.sqrt(2 * n)
+
+
+# --- numerics -----------------------------------------------------------------
+
+
+def test_bfloat16_engine_equals_trainer():
+  """The parameters are cast once, not at every step; no bit may change."""
+  half = dataclasses.replace(NUMERICS, compute='bfloat16')
+  requests = [
+    dataclasses.replace(r, temperature=1.0) for r in random_requests(12, 2)
+  ]
+
+  @functools.partial(jax.jit)
+  def score(params, *arrays):
+    out = transformer.forward(params, MODEL, half, *arrays)
+    logprobs, _ = transformer.token_logprob(
+      params, MODEL, half, out.hidden, arrays[0], np.ones((1, 48), np.float32)
+    )
+    return logprobs[0], out.experts[0]
+
+  with serving.starting(numerics=half) as go:
+    answers = answer(go(config(rows=16)), *requests)  # one shape to compile
+  for r, c in zip(requests, answers, strict=True):
+    text = whole(r, c)
+    arrays = np.zeros((3, 1, 48), np.int32)
+    arrays[:, 0, : len(text)] = text, np.ones(len(text)), np.arange(len(text))
+    logprobs, experts = score(serving.weights()[0], *arrays)
+    new = slice(len(r.tokens), len(text))
+    np.testing.assert_array_equal(c.logprobs, logprobs[new])
+    np.testing.assert_array_equal(c.experts[:-1], experts[: len(text) - 1])

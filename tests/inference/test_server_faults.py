@@ -1,0 +1,346 @@
+"""Bad input, clients that leave, tokens, limits: errors that touch nobody else."""
+
+import json
+import logging
+import socket
+import time
+
+import httpx2
+import openai
+import pytest
+
+from composer.inference import server
+from composer.inference import server_state
+
+ASK = [{'role': 'user', 'content': 'hi'}]
+TOOL = {'type': 'function', 'function': {'name': 'f', 'parameters': {}}}
+
+
+def wait_for(what, seconds=10.0):
+  until = time.monotonic() + seconds
+  while not what():
+    assert time.monotonic() < until
+    time.sleep(0.01)
+
+
+def tool(**function):
+  return [{'type': 'function', 'function': {'name': 'f', **function}}]
+
+
+def nested(depth):
+  schema = {'type': 'object'}
+  for _ in range(depth):
+    schema = {'type': 'object', 'properties': {'x': schema}}
+  return schema
+
+
+# What is changed of a right body -> (status, code, param).
+CHATS = [
+  ({'model': 'other'}, 404, 'model_not_found', 'model'),
+  ({'model': None}, 400, 'missing_required_parameter', 'model'),
+  ({'temperature': -0.1}, 400, 'invalid_value', 'temperature'),
+  ({'temperature': 'hot'}, 400, 'invalid_type', 'temperature'),
+  ({'temperature': True}, 400, 'invalid_type', 'temperature'),
+  ({'top_p': 0}, 400, 'invalid_value', 'top_p'),
+  ({'top_p': 1.5}, 400, 'invalid_value', 'top_p'),
+  ({'n': 0}, 400, 'invalid_value', 'n'),
+  ({'n': 10**6}, 400, 'invalid_value', 'n'),
+  ({'max_tokens': 0}, 400, 'invalid_value', 'max_tokens'),
+  ({'max_tokens': 2.5}, 400, 'invalid_type', 'max_tokens'),
+  ({'max_tokens': 1200}, 400, 'context_length_exceeded', 'messages'),
+  ({'stop': ['']}, 400, 'invalid_value', 'stop'),
+  ({'stop': ['x'] * 17}, 400, 'invalid_value', 'stop'),
+  ({'stream': 'yes'}, 400, 'invalid_type', 'stream'),
+  ({'temprature': 1}, 400, 'unknown_parameter', 'temprature'),
+  ({'logit_bias': {'5': 1}}, 400, 'unsupported_value', 'logit_bias'),
+  ({'top_logprobs': 5}, 400, 'unsupported_value', 'top_logprobs'),
+  ({'frequency_penalty': 1}, 400, 'unsupported_value', 'frequency_penalty'),
+  ({'response_format': {'type': 'json_object'}}, 400, 'unsupported_value',
+   'response_format'),
+  ({'stop_token_ids': [300]}, 400, 'invalid_value', 'stop_token_ids'),
+  ({'stop_token_ids': [[1, -1]]}, 400, 'invalid_value', 'stop_token_ids'),
+  ({'metadata': {'session_id': '../x'}}, 400, 'invalid_value',
+   'metadata.session_id'),
+  ({'messages': []}, 400, 'invalid_type', 'messages'),
+  ({'messages': [1]}, 400, 'invalid_type', 'messages[0]'),
+  ({'messages': [{'role': 'robot', 'content': ''}]}, 400, 'invalid_value',
+   'messages[0].role'),
+  ({'messages': [{'role': 'user', 'content': 5}]}, 400, 'invalid_type',
+   'messages[0].content'),
+  ({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 400,
+   'invalid_type', 'messages[0].content'),
+  ({'messages': [*ASK, {'role': 'tool', 'tool_call_id': 'x', 'content': ''}]},
+   400, 'invalid_value', 'messages[1].tool_call_id'),
+  ({'messages': [{'role': 'assistant', 'tool_calls': [{'id': 'x', 'function':
+    {'name': 'f', 'arguments': '[1]'}}]}]}, 400, 'invalid_value',
+   'messages[0].tool_calls[0]'),
+  ({'messages': [{'role': 'user', 'content': 'x' * 1300}]}, 400,
+   'context_length_exceeded', 'messages'),
+  ({'tools': {}}, 400, 'invalid_value', 'tools'),
+  ({'tools': [{'type': 'web'}]}, 400, 'invalid_function_parameters',
+   'tools[0]'),
+  ({'tools': [TOOL, TOOL]}, 400, 'invalid_value', 'tools[1].function.name'),
+  ({'tools': tool(name='a b')}, 400, 'invalid_value',
+   'tools[0].function.name'),
+  ({'tools': tool(parameters=[])}, 400, 'invalid_function_parameters',
+   'tools[0].function.parameters'),
+  ({'tools': tool(parameters={'type': 'string'})}, 400,
+   'invalid_function_parameters', 'tools[0].function.parameters'),
+  ({'tools': tool(parameters={'type': 'object', 'properties': {'x':
+    {'type': 'strnig'}}})}, 400, 'invalid_function_parameters',
+   'tools[0].function.parameters.properties.x'),
+  ({'tools': tool(parameters={'type': 7})}, 400,
+   'invalid_function_parameters', 'tools[0].function.parameters'),
+  ({'tools': tool(parameters={'type': 'object', 'required': 'x'})}, 400,
+   'invalid_function_parameters', 'tools[0].function.parameters'),
+  ({'tool_choice': 'required'}, 400, 'invalid_value', 'tool_choice'),
+  ({'tools': [TOOL], 'tool_choice': {'type': 'function', 'function':
+    {'name': 'g'}}}, 400, 'invalid_value', 'tool_choice'),
+]  # fmt: skip
+TEXTS = [
+  ({'prompt': []}, 400, 'invalid_type', 'prompt'),
+  ({'prompt': ''}, 400, 'invalid_value', 'prompt'),
+  ({'prompt': [1, 'x']}, 400, 'invalid_type', 'prompt'),
+  ({'prompt': [5, 300]}, 400, 'invalid_value', 'prompt'),
+  ({'prompt': [-1]}, 400, 'invalid_value', 'prompt'),
+  ({'prompt': [[5], [10**30]]}, 400, 'invalid_value', 'prompt'),
+  ({'logprobs': 3}, 400, 'unsupported_value', 'logprobs'),
+  ({'echo': True}, 400, 'unsupported_value', 'echo'),
+  ({'prompt': ['x'] * 200}, 400, 'invalid_value', 'n'),
+  ({'messages': ASK}, 400, 'unknown_parameter', 'messages'),
+]
+
+
+def test_bad_bodies(serve, scripted):
+  """Each is told by its name, and the engine never hears of it."""
+  engine = scripted([65])
+  with serve(engine) as running, httpx2.Client(base_url=running.url) as http:
+    for path, right, cases in (
+      ('chat/completions', {'model': 'm', 'messages': ASK}, CHATS),
+      ('completions', {'model': 'm', 'prompt': 'x'}, TEXTS),
+    ):
+      for change, status, code, param in cases:
+        answer = http.post(f'/v1/{path}', json={**right, **change})
+        error = answer.json()['error']
+        told = answer.status_code, error['code'], error['param']
+        assert told == (status, code, param), (change, error)
+        assert error['type'] == 'invalid_request_error' and error['message']
+    deep = nested(200)
+    answer = http.post(
+      '/v1/chat/completions',
+      json={'model': 'm', 'messages': ASK, 'tools': tool(parameters=deep)},
+    )
+    assert answer.status_code == 400
+    assert engine.requests == [] and len(running.server.table) == 0
+    # And all that can be left as it is, is taken.
+    fine = {'user': 'u', 'store': False, 'logit_bias': {}, 'n': 1}
+    fine |= {'response_format': {'type': 'text'}, 'parallel_tool_calls': True}
+    running.client.completions.create(
+      model='m', prompt='x', max_tokens=1, extra_body=fine
+    )
+
+
+@pytest.mark.parametrize(
+  ('body', 'status', 'code'),
+  [
+    (b'{"model": "\xff"}', 400, 'invalid_utf8'),
+    (b'{"model": ', 400, 'invalid_json'),
+    (b'[1]', 400, 'invalid_json'),
+    (b'{"temperature": NaN}', 400, 'invalid_json'),
+    (b'[' * 100_000, 400, 'invalid_json'),
+    (b'', 400, 'invalid_json'),
+  ],
+)
+def test_bodies_that_are_no_json(serve, scripted, caplog, body, status, code):
+  caplog.set_level(logging.WARNING)
+  with serve(scripted()) as running:
+    answer = httpx2.post(
+      running.url + '/v1/completions',
+      content=body,
+      headers={'Content-Type': 'application/json'},
+    )
+  assert (answer.status_code, answer.json()['error']['code']) == (status, code)
+  assert '/v1/completions: 400' in caplog.text
+
+
+def request_line(url, path, *headers):
+  host = url.removeprefix('http://')
+  lines = [f'POST {path} HTTP/1.1', f'Host: {host}', *headers, '', '']
+  return '\r\n'.join(lines).encode()
+
+
+def connect(url):
+  host, port = url.removeprefix('http://').split(':')
+  return socket.create_connection((host, int(port)), timeout=10)
+
+
+JSON = 'Content-Type: application/json'
+
+
+def test_large_bodies(serve, scripted):
+  """Refused by their length before they are read, or where they pass it."""
+  engine = scripted([65])
+  with serve(engine) as running:
+    length = f'Content-Length: {100_000_000}'
+    for extra in ((), ('Expect: 100-continue',)):
+      with connect(running.url) as peer:
+        peer.sendall(
+          request_line(running.url, '/v1/completions', JSON, length, *extra)
+        )
+        answer = peer.recv(65536)  # nothing was sent of it
+        assert b' 413 ' in answer and b'request_too_large' in answer
+    with connect(running.url) as peer:  # without a length
+      peer.sendall(
+        request_line(
+          running.url, '/v1/completions', JSON, 'Transfer-Encoding: chunked'
+        )
+      )
+      chunk = b'100000\r\n' + b' ' * 0x100000 + b'\r\n'
+      for _ in range(17):
+        peer.sendall(chunk)
+      assert b' 413 ' in peer.recv(65536)
+    # A client that sends it all has its answer, too.
+    answer = httpx2.post(
+      running.url + '/v1/completions',
+      content=b' ' * 100_000_000,
+      headers={'Content-Type': 'application/json'},
+    )
+    assert answer.status_code == 413
+    running.client.completions.create(model='m', prompt='x', max_tokens=1)
+
+
+def test_slow_and_broken_bodies(serve, scripted):
+  with serve(scripted(), body_s=0.2) as running:
+    with connect(running.url) as peer:
+      peer.sendall(
+        request_line(running.url, '/v1/completions', JSON, 'Content-Length: 50')
+      )
+      assert b' 408 ' in peer.recv(65536)
+    with connect(running.url) as peer:
+      peer.sendall(b'\x00\xff nonsense\r\n\r\n')
+      assert b' 400 ' in peer.recv(65536)
+    answer = httpx2.post(running.url + '/v1/completions', content=b'{}')
+    assert answer.status_code == 415
+    assert (
+      httpx2.get(running.url + '/v2').json()['error']['code'] == 'not_found'
+    )
+    assert httpx2.get(running.url + '/v1/completions').status_code == 405
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_client_that_leaves(serve, scripted, stream):
+  """Its request is cancelled in the engine; nothing of it is recorded."""
+  engine = scripted(None, [66])
+  with serve(engine) as running:
+    body = {'model': 'm', 'messages': ASK, 'stream': stream}
+    data = json.dumps(body).encode()
+    with connect(running.url) as peer:
+      peer.sendall(
+        request_line(
+          running.url,
+          '/v1/chat/completions',
+          JSON,
+          f'Content-Length: {len(data)}',
+        )  # fmt: skip
+        + data
+      )
+      assert engine.waiting.wait(10)
+    wait_for(lambda: engine.cancelled == 1)
+    wait_for(lambda: running.server.metrics.cancelled == 1)
+    assert len(running.server.table) == 0 and not running.server.active
+    running.client.completions.create(model='m', prompt='x', max_tokens=1)
+
+
+def test_engine_that_fails(serve, scripted):
+  """Typed errors, before the answer has begun and after."""
+  failed = RuntimeError('no such thing')
+  engine = scripted(failed, ValueError('passes engine.max_context'), None)
+  with serve(engine, request_s=0.3) as running:
+    client = running.client.with_options(max_retries=0)
+    with pytest.raises(openai.InternalServerError) as caught:
+      client.completions.create(model='m', prompt='x')
+    assert 'no such thing' not in str(caught.value)  # ours alone to read
+    with pytest.raises(openai.BadRequestError, match='max_context'):
+      client.completions.create(model='m', prompt='x')
+    with pytest.raises(openai.APIError, match='no answer within 0.3 s'):
+      list(client.completions.create(model='m', prompt='x', stream=True))
+    wait_for(lambda: engine.cancelled == 1)
+    engine.turns.append(None)
+    with pytest.raises(openai.InternalServerError) as caught:
+      client.completions.create(model='m', prompt='x')
+    assert caught.value.status_code == 504
+
+
+def test_tokens_and_hosts(serve, scripted):
+  for host in ('0.0.0.0', '::', '192.0.2.1', 'example.org', ''):
+    with pytest.raises(ValueError, match='COMPOSER_SERVE_TOKEN'):
+      server_state.validate(server.ServerConfig('m', host))
+    server_state.validate(server.ServerConfig('m', host, token='secret'))
+  for host in ('127.0.0.1', '127.8.9.1', '::1', 'localhost'):
+    server_state.validate(server.ServerConfig('m', host))
+  with pytest.raises(ValueError, match='printable'):
+    server_state.validate(server.ServerConfig('m', token='a\nb'))
+  with serve(scripted([65]), token='secret') as running:
+    path = running.url + '/v1/models'
+    for headers in ({}, {'Authorization': 'Bearer wrong'}, {'X': 'secret'}):
+      answer = httpx2.get(path, headers=headers)
+      assert answer.status_code == 401
+      assert answer.json()['error']['code'] == 'invalid_api_key'
+    assert httpx2.get(running.url + '/health').status_code == 200
+    assert running.client.models.list().data[0].id == 'm'
+  with serve(scripted()) as running:
+    answer = httpx2.get(
+      running.url + '/v1/models', headers={'Host': 'evil.example'}
+    )
+    assert answer.status_code == 403
+
+
+def test_too_many_at_once(serve, scripted):
+  engine = scripted(None)
+  with serve(engine, max_requests=1) as running:
+    client = running.client.with_options(max_retries=0)
+    stream = client.completions.create(model='m', prompt='x', stream=True)
+    with pytest.raises(openai.RateLimitError):
+      client.completions.create(model='m', prompt='x')
+    stream.close()
+    wait_for(lambda: engine.cancelled)
+
+
+def test_draining(serve, scripted):
+  """Requests under way may end, up to a limit; no new ones are taken."""
+  engine = scripted(None)
+  with serve(engine, drain_s=0.3) as running:
+    client = running.client.with_options(max_retries=0)
+    stream = client.completions.create(model='m', prompt='x', stream=True)
+    began = time.monotonic()
+    running.end()
+    wait_for(lambda: running.server.draining)
+    with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
+      client.models.list()
+      client.completions.create(model='m', prompt='x')
+    running.thread.join(10)
+    assert engine.cancelled == 1
+    assert 0.2 < time.monotonic() - began < 8
+    stream.close()
+
+
+def test_address_in_use(serve, scripted):
+  with serve(scripted()) as running:
+    port = int(running.url.rpartition(':')[2])
+    with pytest.raises(ValueError, match='cannot listen'):
+      with serve(scripted(), port=port):
+        pass
+
+
+def test_a_template_without_conversations(serve, scripted, vocabularies):
+  """The quick start's model has none: chats are refused, ids are served."""
+  tokenizer = vocabularies['compact']
+  ids = [*tokenizer.encode(' edit L3'), tokenizer.token_id('<end>')]
+  with serve(scripted(ids), 'compact', vocab_size=768) as running:
+    with pytest.raises(openai.BadRequestError, match='conversations'):
+      running.client.chat.completions.create(model='m', messages=ASK)
+    answer = running.client.completions.create(
+      model='m', prompt=tokenizer.encode(' x'), max_tokens=9
+    )
+    assert answer.choices[0].text == ' edit L3'
+    assert answer.choices[0].finish_reason == 'stop'

@@ -1,0 +1,201 @@
+"""The table of sessions: whose call it is, and what is let go of when."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from composer import wire
+from composer.inference import server_sessions
+from composer.rollout.recorder import BadCompletion
+from composer.templates.protocol import Message
+
+
+class Clock:
+  now = 0.0
+
+  def __call__(self):
+    return self.now
+
+
+def call(table, complete, context, tokens, name='', retry=False):
+  """One answered call; the session's id."""
+  context = np.array(context, np.int32)
+  found = table.locate(name, context, retry)
+  table.record(
+    found, context, [complete(context, tokens)], 1.0, named=bool(name)
+  )
+  return found
+
+
+def test_unnamed_sessions_go_on_by_prefix(complete):
+  table = server_sessions.Table((1, 2))
+  a = call(table, complete, [1, 2], [3, 4])
+  b = call(table, complete, [1, 2], [3, 5])
+  assert a != b
+  assert call(table, complete, [1, 2, 3, 4, 9], [6]) == a
+  assert call(table, complete, [1, 2, 3, 5, 9], [6]) == b
+  # A retry of the last call, and only where it is said to be one.
+  assert call(table, complete, [1, 2, 3, 5, 9], [7], retry=True) == b
+  c = call(table, complete, [1, 2, 3, 5, 9], [7])
+  assert c not in (a, b)
+  # Something else behind a known context is no continuation.
+  assert call(table, complete, [1, 2, 3, 4, 9, 8], [7]) not in (a, b, c)
+  (segment,) = table.segments(table.get(b))
+  assert segment.tokens.tolist() == [1, 2, 3, 5, 9, 7]
+  assert segment.sampled.tolist() == [0, 0, 1, 1, 0, 1]
+
+
+def test_named_sessions_and_helpers(complete):
+  """A helper's calls are segments of their own; the first one goes on."""
+  table = server_sessions.Table((1, 2))
+  call(table, complete, [1, 2], [3], 'x')
+  call(table, complete, [9], [8], 'x')
+  call(table, complete, [1, 2, 3, 4], [5], 'x')
+  call(table, complete, [9, 8, 7], [6], 'x')
+  found = table.segments(table.get('x'))
+  assert [x.tokens.tolist() for x in found] == [[1, 2, 3, 4, 5], [9, 8, 7, 6]]
+  assert [int(x.sampled.sum()) for x in found] == [2, 2]
+  assert [x.stop_reason for x in found] == ['rewritten', 'finished']
+
+
+def test_retracted(complete):
+  table = server_sessions.Table((1, 2))
+  session = table.get(call(table, complete, [1], [2, 3], 'x'))
+  call(table, complete, [1, 2, 3, 4], [5], 'x')
+  table.retract(session)
+  (segment,) = table.segments(session)
+  assert segment.tokens.tolist() == [1, 2, 3, 4]
+  assert segment.sampled.tolist() == [0, 1, 1, 0]
+  call(table, complete, [1, 2, 3, 4], [6], 'x')
+  (segment,) = table.segments(session)
+  assert segment.tokens.tolist() == [1, 2, 3, 4, 6]
+  call(table, complete, [7], [8], 'x')
+  table.retract(session)
+  assert len(table.segments(session)) == 1
+  only = table.get(call(table, complete, [1], [2], 'y'))
+  table.retract(only)
+  assert table.get('y') is None and len(table) == 1
+
+
+def test_bounds(complete):
+  """By time, by number, by tokens; the index and the counts go along."""
+  clock = Clock()
+  limits = server_sessions.Limits(seconds=10, sessions=3, tokens=20)
+  table = server_sessions.Table((1, 2), limits, clock=clock)
+  for i in range(5):
+    clock.now = i
+    call(table, complete, [i], [7, 8])
+  assert len(table) == 3 and table.tokens == 9 and table.expired == 2
+  call(table, complete, [9] * 15, [7])
+  assert len(table) == 2 and table.tokens == 19
+  clock.now = 30
+  table.expire()
+  assert len(table) == 0 and table.tokens == 0 and table._prefixes == {}
+  assert table.expired == 6
+
+
+def test_a_long_life_leaves_nothing(complete):
+  """Random calls, retries and ends: counts are those of what is there."""
+  rng, clock = np.random.default_rng(0), Clock()
+  limits = server_sessions.Limits(seconds=40, sessions=12, tokens=300)
+  table = server_sessions.Table((1, 2), limits, clock=clock)
+  contexts = {}
+  for _ in range(600):
+    clock.now += 1
+    name = str(rng.choice(['', 'a', 'b', 'c']))
+    key = rng.choice(list(contexts)) if contexts and rng.random() < 0.7 else ''
+    before = contexts.get(key, [int(rng.integers(50))])
+    if name:
+      before = contexts.get(name, before)
+    found = call(
+      table, complete, before, rng.integers(0, 9, 3), name,
+      retry=bool(rng.random() < 0.3),
+    )  # fmt: skip
+    session = table.get(found)
+    last = session.recorder.lengths()
+    assert sum(last) == session.tokens
+    contexts[found] = [*before, *session.choices[0].tokens.tolist(), 10]
+    contexts = {k: x for k, x in contexts.items() if table.get(k)}
+    alive = table._sessions.values()
+    assert table.tokens == sum(x.tokens for x in alive) <= 300
+    assert len(alive) <= 12
+    known = {x for ids in table._prefixes.values() for x in ids.values()}
+    assert known <= set(table._sessions)
+  assert table.expired > 20
+
+
+def test_choices_of_one_call(complete):
+  """The recorder holds the answer that the next call goes on with."""
+  table = server_sessions.Table((1, 2))
+  context = np.array([1, 2], np.int32)
+  name = table.locate('', context, False)
+  answers = [complete(context, [5, i]) for i in range(4)]
+  table.record(name, context, answers, 1.0, named=False)
+  assert call(table, complete, [1, 2, 5, 2, 9], [3]) == name
+  (segment,) = table.segments(table.get(name))
+  assert segment.tokens.tolist() == [1, 2, 5, 2, 9, 3]
+  assert segment.sampled.tolist() == [0, 0, 1, 1, 0, 1]
+
+
+def test_what_cannot_be_recorded(complete):
+  table = server_sessions.Table((2, 2))
+  with pytest.raises(BadCompletion, match='experts'):
+    call(table, complete, [1], [2])
+  assert len(table) == 0
+
+
+def test_answers_are_found_in_conversations():
+  limits = server_sessions.Limits(answers=5)
+  table = server_sessions.Table((1, 2), limits)
+  asked = (Message('user', 'hi'),)
+  said = Message('assistant', 'yes')
+  _, conversation = table.with_tokens(asked, '')
+  table.remember(conversation, said, [7, 8])
+  found, _ = table.with_tokens((*asked, said, *asked), '')
+  assert [x.tokens for x in found] == [(), (7, 8), ()]
+  for other in (
+    (Message('user', 'ho'), said),
+    (*asked, Message('assistant', 'yes ')),
+    (*asked, *asked, said),
+  ):
+    found, _ = table.with_tokens(other, '')
+    assert not any(x.tokens for x in found)
+  assert not any(x.tokens for x in table.with_tokens((*asked, said), 's')[0])
+  table.remember(conversation, Message('assistant', 'no'), [1, 2, 3, 4])
+  assert not any(x.tokens for x in table.with_tokens((*asked, said), '')[0])
+  assert table._answer_tokens == 4
+
+
+def test_written_when_it_leaves(complete, tmp_path):
+  clock = Clock()
+  table = server_sessions.Table(
+    (1, 2), server_sessions.Limits(seconds=5), tmp_path, clock
+  )
+  call(table, complete, [1], [2], 'x')
+  call(table, complete, [3], [4], 'x')
+  wanted = table.segments(table.get('x'))
+  clock.now = 6
+  table.expire()
+  call(table, complete, [5], [6], 'x')  # another session of the same name
+  table.close()
+  found = [
+    (json.loads((x / 'session.json').read_text()), x)
+    for x in tmp_path.iterdir()
+  ]
+  assert [about['id'] for about, _ in found] == ['x', 'x']
+  ((about, folder),) = [x for x in found if x[0]['calls'] == 2]
+  assert about['segments'] == ['segment-0', 'segment-1']
+  for name, segment in zip(about['segments'], wanted, strict=True):
+    got = wire.decode_segment((folder / name).read_bytes())
+    assert wire.encode_segment(got) == wire.encode_segment(segment)
+
+
+def test_feedback_that_cannot_be_written(complete, tmp_path):
+  (tmp_path / 'file').write_text('')
+  table = server_sessions.Table((1, 2), directory=tmp_path / 'file')
+  session = table.get(call(table, complete, [1], [2], 'x'))
+  with pytest.raises(OSError):
+    asyncio.run(table.add_feedback(session, {'kind': 'thumbs', 'value': 1}))
+  assert session.feedback == []
