@@ -8,10 +8,20 @@ and one request can write files, run a command and read files.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+  Awaitable,
+  Callable,
+  Iterable,
+  Iterator,
+  Mapping,
+  Sequence,
+)
+import contextlib
 import dataclasses
 import errno
 import json
+import os
+import shutil
 import socket
 import struct
 import time
@@ -42,6 +52,7 @@ class ExecResult:
     exit_code: negative signal number if a signal ended it, as a shell's would
       not be.
     seconds: wall time inside the machine.
+    cpu_seconds: of all its processes together.
     truncated: more was written than is kept.
     timed_out: it was killed at its limit of time.
     files: contents of the files that were to be read afterwards.
@@ -53,7 +64,47 @@ class ExecResult:
   seconds: float
   truncated: bool
   timed_out: bool
+  cpu_seconds: float = 0.0
   files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+  """What a machine was between two commands; any number of forks go on from it.
+
+  Attributes:
+    driver: that made it, and can fork it.
+    tree: saved files of workspace and temporary folder, as `inside/files.py`
+      lists them: all that outlives a command of a namespace's machine.
+    image: the same of what it changed of its image.
+    data: contents of the files of both, behind each other.
+    folder: of a virtual machine's state, memory and processes included; it ends
+      with its pool, or by `discard`.
+  """
+
+  driver: str
+  tree: Sequence[Sequence[Any]] = ()
+  image: Sequence[Sequence[Any]] = ()
+  data: bytes = b''
+  folder: str = ''
+
+  def discard(self) -> None:
+    """Frees its disk space; machines that were forked from it go on."""
+    if self.folder:
+      shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Handle:
+  """What the owner of a virtual machine does to it from outside.
+
+  Attributes:
+    stop: ends it.
+    save: its state into a folder.
+  """
+
+  stop: Callable[[], Awaitable[None]]
+  save: Callable[[], Awaitable[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,25 +121,79 @@ def encode(
   timeout_s: float = 0.0,
   read: Iterable[str] = (),
   facts: bool = False,
+  resume: bool = False,
+  save: bool = False,
 ) -> bytes:
-  """A request as bytes."""
+  """A request as bytes; fields as `inside/serve.py` lists them."""
   blobs = [x.encode() if isinstance(x, str) else x for x in write.values()]
   sizes = [[p, len(x)] for p, x in zip(write, blobs, strict=True)]
   request: dict[str, Any] = {'write': sizes}
+  if resume:
+    request['resume'] = {'time': time.time(), 'entropy': os.urandom(64).hex()}
+  if save:
+    request['save'] = True
   if run:
     request.update(run=list(run), timeout=timeout_s)
   if read:
     request['read'] = list(read)
   if facts:
     request['facts'] = True
+  return pack(request, b''.join(blobs))
+
+
+def pack(request: Mapping[str, Any], data: bytes) -> bytes:
   text = json.dumps(request).encode()
   if len(text) > MAX_REQUEST_JSON:
     raise ValueError(
       f'a request of {len(text)} bytes of arguments and paths;'
       f' {MAX_REQUEST_JSON} is the most, put long texts into a file'
     )
-  data = b''.join(blobs)
   return HEADER.pack(len(text), len(data)) + text + data
+
+
+def restorations(snapshot: Snapshot) -> Iterator[bytes]:
+  """Requests that lay a saved tree into a new machine."""
+  size = sum(x[3] for x in snapshot.tree if x[1] == 'f')
+  yield from _restore('machine', snapshot.tree, snapshot.data[:size])
+  yield from _restore('image', snapshot.image, snapshot.data[size:])
+
+
+def _restore(
+  where: str, tree: Sequence[Sequence[Any]], data: bytes
+) -> Iterator[bytes]:
+  """Folders are open while files go in, links come after all files, so that
+  nothing is written through one, and modes of folders last, the deepest first.
+  """
+  folders = [x for x in tree if x[1] == 'd']
+  others = [x for x in tree if x[1] in 'lx']
+  makes = [[path, 'd', mode | 0o700] for path, _, mode in folders]
+  for part in _parts(makes):
+    yield pack({'restore': where, 'make': part}, b'')
+  start = 0
+  for part in _parts([x for x in tree if x[1] == 'f']):
+    size = sum(x[3] for x in part)
+    writes = [[path, length, mode] for path, _, mode, length in part]
+    request = {'restore': where, 'write': writes}
+    yield pack(request, data[start : start + size])
+    start += size
+  deepest_first = [[p, 'd', m] for p, _, m in reversed(folders)]
+  for part in _parts([*others, *deepest_first]):
+    yield pack({'restore': where, 'make': part}, b'')
+
+
+def _parts(entries: Sequence[Any]) -> Iterator[list[Any]]:
+  """Entries in lists whose JSON a request can carry."""
+  part: list[Any] = []
+  size = 0
+  for entry in entries:
+    length = len(json.dumps(entry)) + 2
+    if part and size + length > MAX_REQUEST_JSON - 256:
+      yield part
+      part, size = [], 0
+    part.append(entry)
+    size += length
+  if part:
+    yield part
 
 
 def check(answer: Answer) -> Answer:
@@ -125,6 +230,7 @@ def result_of(answer: Answer, paths: Sequence[str]) -> ExecResult:
     stderr=data[out:err].decode(errors='replace'),
     exit_code=message['exit'],
     seconds=message['seconds'],
+    cpu_seconds=message['cpu_seconds'],
     truncated=message['truncated'],
     timed_out=message['timed_out'],
     files=files_of(answer, paths),
@@ -146,6 +252,7 @@ class Machine:
     provenance: Mapping[str, Any],
     timeout_s: float,
     on_stop: Callable[[], Awaitable[None]] | None = None,
+    handle: Handle | None = None,
   ):
     self.provenance = provenance
     self.execs = 0
@@ -153,6 +260,8 @@ class Machine:
     self._sock = sock
     self._timeout_s = timeout_s
     self._on_stop = on_stop
+    self._handle = handle
+    self._resumes = handle is not None  # told by its first request
     self._lock = asyncio.Lock()
     self._staged: dict[str, str | bytes] = {}
 
@@ -203,6 +312,34 @@ class Machine:
       raise FileNotFoundError(errno.ENOENT, 'no such file', path)
     return files[path]
 
+  async def snapshot(self) -> Snapshot:
+    """What the machine is now; it goes on. Waits for a command in progress.
+
+    Raises:
+      OSError: of a namespace's machine: more files than a snapshot may hold.
+    """
+    driver = self.provenance['driver']
+    await self._flush()
+    if self._handle is not None:
+      async with self._lock:
+        return Snapshot(driver, folder=await self._handle.save())
+    answer = await self._ask(TRANSFER_S, {}, save=True)
+    message = answer.message
+    return Snapshot(
+      driver, message['tree'], message.get('image', ()), answer.data
+    )
+
+  async def restore(self, snapshot: Snapshot) -> None:
+    """Lays a snapshot's files into this machine, which must be a new one."""
+    for request in restorations(snapshot):
+      async with self._lock:
+        answer = await self._exchange(request, TRANSFER_S)
+      check(answer)
+
+  async def _flush(self) -> None:
+    if self._staged or self._resumes:
+      await self._ask(TRANSFER_S, {})
+
   async def stop(self) -> None:
     """Ends the machine and everything in it; may be called again."""
     if self._sock.fileno() >= 0:
@@ -215,11 +352,14 @@ class Machine:
     """Waits for its end of the socket to close: all in it is killed then."""
     loop = asyncio.get_running_loop()
     try:
-      self._sock.shutdown(socket.SHUT_WR)
+      if self._handle is None:
+        self._sock.shutdown(socket.SHUT_WR)
+      else:
+        await self._handle.stop()
       async with asyncio.timeout(GRACE_S):
         while await loop.sock_recv(self._sock, 65536):
           pass
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, MachineError):
       pass  # dead already, or its kernel will not let go: nothing more to do
     finally:
       self._sock.close()
@@ -231,29 +371,44 @@ class Machine:
     run: Sequence[str] = (),
     timeout_s: float = 0.0,
     read: Sequence[str] = (),
+    save: bool = False,
   ) -> Answer:
     """One request and its answer; `limit_s` bounds both."""
     async with self._lock:
-      request = encode({**self._staged, **write}, run, timeout_s, read)
+      files = {**self._staged, **write}
+      request = encode(
+        files, run, timeout_s, read, resume=self._resumes, save=save
+      )
       self._staged.clear()
-      if self._sock.fileno() < 0:
-        raise MachineError('the machine is stopped')
-      try:
-        async with asyncio.timeout(limit_s):
-          await asyncio.get_running_loop().sock_sendall(self._sock, request)
-          answer = await _receive(self._sock)
-      except TimeoutError as error:
-        self._sock.close()
-        raise MachineError(
-          f'the machine did not answer within {limit_s:.1f} s'
-        ) from error
-      except (OSError, ValueError, struct.error) as error:
-        self._sock.close()
-        raise MachineError(f'the machine died: {error}') from error
-      except asyncio.CancelledError:
-        self._sock.close()  # half an answer: nobody can use it any more
-        raise
+      self._resumes = False
+      answer = await self._exchange(request, limit_s)
     return check(answer)
+
+  async def _exchange(self, request: bytes, limit_s: float) -> Answer:
+    if self._sock.fileno() < 0:
+      raise MachineError('the machine is stopped')
+    try:
+      async with asyncio.timeout(limit_s):
+        await asyncio.get_running_loop().sock_sendall(self._sock, request)
+        return await _receive(self._sock)
+    except TimeoutError as error:
+      await self._break()
+      raise MachineError(
+        f'the machine did not answer within {limit_s:.1f} s'
+      ) from error
+    except (OSError, ValueError, struct.error) as error:
+      await self._break()
+      raise MachineError(f'the machine died: {error}') from error
+    except asyncio.CancelledError:
+      await self._break()  # half an answer: nobody can use it any more
+      raise
+
+  async def _break(self) -> None:
+    """Of no use any more. A virtual machine would not notice the closed end."""
+    self._sock.close()
+    if self._handle is not None:
+      with contextlib.suppress(MachineError):
+        await self._handle.stop()
 
 
 async def _receive(sock: socket.socket) -> Answer:

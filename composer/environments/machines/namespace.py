@@ -18,6 +18,7 @@ import sysconfig
 from typing import Any
 
 from composer.config import MachineConfig
+from composer.environments import images
 from composer.environments.machines import zygote as zygote_lib
 from composer.environments.machines.machine import MissingFacility
 
@@ -51,6 +52,7 @@ def launch(
   """
   if sys.platform != 'linux':
     raise MissingFacility(_advice(f'this is {sys.platform}, not Linux'))
+  image = str(images.find(config.image).tree) if config.image else ''
   settings = {
     'driver': 'namespace',
     'harness': dict(harness),
@@ -61,6 +63,8 @@ def launch(
     'processes': config.processes,
     'disk_mb': config.disk_mb,
     'output_bytes': config.output_bytes,
+    'cpu_s': config.exec_cpu_s,
+    'image': image,
   }
   try:
     zygote = zygote_lib.launch(settings, config.start_timeout_s)
@@ -84,15 +88,31 @@ def provenance(
     'no_new_privs': facts['no_new_privs'] == '1',
     'seccomp': facts['seccomp'] == '2',
     'python': facts['python'],
+    'image': config.image,
+    'overlay': _overlay(config, facts),
+    'image_digest': images.find(config.image).digest if config.image else '',
     'limits': {
       'memory_mb': config.memory_mb,
-      'memory': 'each process by rlimit, all together by a watchdog',
+      'memory': 'each process by rlimit, all together by '
+      + (
+        f'a control group (v{facts["cgroup"]}) and ' if facts['cgroup'] else ''
+      )
+      + 'a watchdog',
       'processes': config.processes,
       'disk_mb': config.disk_mb,
       'output_bytes': config.output_bytes,
       'exec_timeout_s': config.exec_timeout_s,
+      'exec_cpu_s': config.exec_cpu_s,
     },
   }
+
+
+def _overlay(config: MachineConfig, facts: Mapping[str, Any]) -> str:
+  if not config.image:
+    return 'none: read-only views of this system'
+  if facts['image_is_own']:
+    return 'all of the image'
+  return 'beside the image: its own files belong to nobody inside'
 
 
 def views() -> set[str]:

@@ -9,8 +9,6 @@ system has them. It is never chosen by default, and says so when it is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-import os
-import tempfile
 from typing import Any
 import warnings
 
@@ -40,11 +38,13 @@ def launch(
   settings = {
     'driver': 'process',
     'harness': dict(harness),
-    'scratch': os.path.realpath(tempfile.mkdtemp(prefix='composer-machines-')),
+    'scratch': zygote_lib.scratch(),
     'memory_mb': config.memory_mb,
     'processes': config.processes,
     'disk_mb': config.disk_mb,
     'output_bytes': config.output_bytes,
+    'cpu_s': config.exec_cpu_s,
+    'image': '',
   }
   try:
     return zygote_lib.launch(settings, config.start_timeout_s)
@@ -66,5 +66,6 @@ def provenance(
       'file_mb': config.disk_mb,
       'output_bytes': config.output_bytes,
       'exec_timeout_s': config.exec_timeout_s,
+      'exec_cpu_s': config.exec_cpu_s,
     },
   }

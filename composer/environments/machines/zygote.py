@@ -7,9 +7,10 @@ end of file on the other end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import pathlib
@@ -17,15 +18,20 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 from composer.environments.machines.machine import HEADER
 from composer.environments.machines.machine import Answer
 from composer.environments.machines.machine import MachineError
+from composer.environments.machines.machine import MissingFacility
 from composer.environments.machines.machine import check
 from composer.environments.machines.machine import encode
 
-SCRIPT = pathlib.Path(__file__).parent / 'inside' / 'zygote.py'
+# What a first machine has to do; an image need not have Python.
+TRIAL = ('python', '-c', 'print(6 * 7)')
+IMAGE_TRIAL = ('sh', '-c', 'echo $((6 * 7))')
+INSIDE = pathlib.Path(__file__).parent / 'inside'
 
 
 class Missing(Exception):
@@ -38,20 +44,34 @@ class Missing(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Zygote:
-  """A running zygote; `facts` are what its first machine saw in force."""
+  """A running zygote, or hypervisor, which takes lines of JSON.
+
+  Attributes:
+    process: its first process.
+    control: where machines are asked for.
+    scratch: its folder, or ''.
+    facts: what it told of itself, and what its first machine saw in force.
+    virtual: whether it is a hypervisor.
+    numbers: of its machines and saved states.
+  """
 
   process: subprocess.Popen
   control: socket.socket
   scratch: str
   facts: Mapping[str, Any]
+  virtual: bool
+  numbers: Iterator[int]
 
 
-def launch(settings: Mapping[str, Any], timeout_s: float) -> Zygote:
+def launch(
+  settings: Mapping[str, Any], timeout_s: float, script: str = 'zygote.py'
+) -> Zygote:
   """Starts a zygote and tries one machine. Blocks for some 50 ms.
 
   Args:
-    settings: the JSON that `inside/zygote.py` reads.
+    settings: the JSON that the script reads.
     timeout_s: for all of it.
+    script: of `inside/`.
 
   Raises:
     Missing: the kernel refuses a facility.
@@ -62,7 +82,7 @@ def launch(settings: Mapping[str, Any], timeout_s: float) -> Zygote:
   process = subprocess.Popen(
     [
       os.path.realpath(interpreter),
-      *('-S', '-s', '-P', str(SCRIPT), str(theirs.fileno())),
+      *('-S', '-s', '-P', str(INSIDE / script), str(theirs.fileno())),
     ],
     pass_fds=[theirs.fileno()],
     stdin=subprocess.DEVNULL,
@@ -73,12 +93,21 @@ def launch(settings: Mapping[str, Any], timeout_s: float) -> Zygote:
     start_new_session=True,  # Ctrl-C is for the run, which ends us in order
   )
   theirs.close()
-  zygote = Zygote(process, ours, settings['scratch'], {})
+  zygote = Zygote(
+    process,
+    ours,
+    settings['scratch'],
+    {},
+    settings['driver'] == 'microvm',
+    itertools.count(1),
+  )
   try:
     ours.settimeout(timeout_s)
     ours.sendall(json.dumps(settings).encode() + b'\n')
-    _check_ready(_read_line(ours))
-    facts = _try_machine(zygote, timeout_s)
+    ready = _read_line(ours)
+    _check_ready(ready)
+    trial = IMAGE_TRIAL if settings['image'] else TRIAL
+    facts = ready.get('facts', {}) | _try_machine(zygote, trial, timeout_s)
     ours.setblocking(False)
   except BaseException as error:
     close(zygote)
@@ -120,24 +149,30 @@ def _read_line(sock: socket.socket) -> dict[str, Any]:
 def _check_ready(message: Mapping[str, Any]) -> None:
   if 'missing' in message:
     raise Missing(message['missing'], message['errno'])
+  if 'refused' in message:
+    raise MissingFacility(message['refused'])
   if 'error' in message:
     raise MachineError(f'the zygote failed: {message["error"]}')
 
 
-def _try_machine(zygote: Zygote, timeout_s: float) -> Mapping[str, Any]:
+def _try_machine(
+  zygote: Zygote, trial: Sequence[str], timeout_s: float
+) -> Mapping[str, Any]:
   """Starts a machine and runs a program in it: the probe is the thing."""
-  sock = ask_machine(zygote)
-  with sock:
+  request = ask_machine(zygote)
+  with request.sock as sock:
     sock.setblocking(True)
     sock.settimeout(timeout_s)
-    sock.sendall(encode({}, facts=True))
+    sock.sendall(encode({}, facts=True, resume=zygote.virtual))
     facts = _receive_blocking(sock).message
     if 'missing' in facts:
       raise Missing(facts['missing'], facts['errno'])
-    sock.sendall(encode({}, ['python', '-c', 'print(6 * 7)'], timeout_s))
+    sock.sendall(encode({}, trial, timeout_s))
     answer = check(_receive_blocking(sock))
     if answer.message['exit'] != 0 or answer.data[:3] != b'42\n':
-      raise MachineError(f'a trial machine cannot run Python: {answer}')
+      raise MachineError(f'a trial machine cannot run {trial[0]}: {answer}')
+    if zygote.virtual:
+      zygote.control.sendall(_line(do='stop', id=request.number))
   return facts['facts']
 
 
@@ -155,26 +190,76 @@ def _receive_blocking(sock: socket.socket) -> Answer:
   return Answer(json.loads(exactly(size)), exactly(rest))
 
 
-def ask_machine(zygote: Zygote) -> socket.socket:
-  """Our end of a new machine's socket, non-blocking.
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """A machine that was asked for: its number, and our end of its socket."""
+
+  number: int
+  sock: socket.socket
+
+
+def ask_machine(zygote: Zygote, saved: str = '') -> Request:
+  """Asks for a machine; `saved` is the folder of a state that it goes on from.
 
   Raises:
     BlockingIOError: the zygote has not taken earlier requests yet.
     MachineError: the zygote is gone.
   """
+  number = next(zygote.numbers)
+  data = b'm'
+  if zygote.virtual:
+    data = _line(do='start', id=number, **{'from': saved})
   ours, theirs = socket.socketpair()
   try:
-    socket.send_fds(zygote.control, [b'm'], [theirs.fileno()])
-  except BlockingIOError:
+    _send(zygote, data, [theirs.fileno()])
+  except BaseException:
     ours.close()
     raise
-  except OSError as error:
+  finally:
+    theirs.close()
+  ours.setblocking(False)
+  return Request(number, ours)
+
+
+def ask_stop(zygote: Zygote, number: int) -> None:
+  """Ends a virtual machine; errors as for `ask_machine`."""
+  _send(zygote, _line(do='stop', id=number), [])
+
+
+def ask_save(zygote: Zygote, number: int, folder: str) -> socket.socket:
+  """Saves a virtual machine's state; a line of JSON comes when it is done."""
+  ours, theirs = socket.socketpair()
+  try:
+    data = _line(do='save', id=number, to=folder)
+    _send(zygote, data, [theirs.fileno()])
+  except BaseException:
     ours.close()
-    raise MachineError(f'the zygote takes no request: {error}') from error
+    raise
   finally:
     theirs.close()
   ours.setblocking(False)
   return ours
+
+
+def _line(**message: Any) -> bytes:
+  return json.dumps(message).encode() + b'\n'
+
+
+def _send(zygote: Zygote, data: bytes, descriptors: list[int]) -> None:
+  try:
+    sent = socket.send_fds(zygote.control, [data], descriptors)
+  except BlockingIOError:
+    raise
+  except OSError as error:
+    raise MachineError(f'the zygote takes no request: {error}') from error
+  if sent != len(data):  # of some hundred bytes: the kernel takes all or none
+    raise MachineError('the zygote took half a request')
+
+
+def scratch() -> str:
+  """A new folder of this process, by its name."""
+  prefix = f'composer-machines-{os.getpid()}-'
+  return os.path.realpath(tempfile.mkdtemp(prefix=prefix))
 
 
 def alive(zygote: Zygote) -> bool:

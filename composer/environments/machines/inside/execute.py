@@ -18,6 +18,19 @@ import types
 TICK_S = 0.05  # between two looks of the watchdog
 CHUNK = 65536
 HANGUP = getattr(select, 'POLLRDHUP', 0)
+# What most small programs import. Each costs every fork some page tables.
+PRELOAD = (
+  'collections',
+  'functools',
+  'itertools',
+  'json',
+  'math',
+  'operator',
+  're',
+  'select',
+  'signal',
+  'time',
+)
 _harnesses: dict = {}  # path -> (source, its `main`)
 
 
@@ -29,6 +42,7 @@ class Result:
     self.stderr = bytearray()
     self.exit_code = 0
     self.seconds = 0.0
+    self.cpu_seconds = 0.0
     self.truncated = False
     self.timed_out = False
     self.killed = ''
@@ -42,7 +56,8 @@ def run(machine, argv: list, timeout_s: float) -> Result:
   result = Result()
   out_read, out_write = os.pipe()
   err_read, err_write = os.pipe()
-  began = time.monotonic()
+  began, used = time.monotonic(), cpu_of_children()
+  machine.begin_command()
   pid = os.fork()
   if pid == 0:
     become_command(machine, argv, out_write, err_write, timeout_s)
@@ -51,6 +66,7 @@ def run(machine, argv: list, timeout_s: float) -> Result:
   streams = {out_read: result.stdout, err_read: result.stderr}
   status = watch(machine, pid, streams, began + timeout_s, result)
   kill_everything(machine, pid)
+  machine.end_command(result)
   for stream, kept in streams.items():
     os.set_blocking(stream, False)
     while take(stream, kept, machine.output_bytes, result):
@@ -59,7 +75,14 @@ def run(machine, argv: list, timeout_s: float) -> Result:
   code = -signal.SIGKILL if status is None else status
   result.exit_code = code
   result.seconds = time.monotonic() - began
+  result.cpu_seconds = cpu_of_children() - used
   return result
+
+
+def cpu_of_children() -> float:
+  """Of all that has ended here, theirs included: exact once all is reaped."""
+  usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+  return usage.ru_utime + usage.ru_stime
 
 
 def watch(machine, pid: int, streams: dict, deadline: float, result: Result):
@@ -97,7 +120,7 @@ def events(machine, poller, deadline: float, result: Result):
       return
     if now >= look:
       look = now + TICK_S
-      result.killed = pressure(machine)
+      result.killed = machine.pressure()
       if result.killed:
         return
     wait = min(deadline, look) - now
@@ -121,42 +144,17 @@ def take(stream: int, kept: bytearray, most: int, result: Result) -> bool:
   return bool(data)
 
 
-def pressure(machine) -> str:
-  """Why the machine as a whole is over its limits, or ''.
-
-  Limits of a process bound a process; this looks at all of them. Anonymous
-  memory that a fork shares with process 1 is not counted.
-  """
-  if not machine.contained:
-    return ''
-  page = machine.page
-  sizes = []
-  for name in os.listdir('/proc'):
-    if name.isdigit():
-      try:
-        with open(f'/proc/{name}/statm', 'rb') as file:
-          fields = file.read().split()
-      except OSError:
-        continue
-      sizes.append((int(fields[1]) - int(fields[2])) * page)
-  own = machine.own_memory
-  total = sum(max(0, size - own) for size in sizes)
-  if total > machine.memory:
-    return f'memory: {total >> 20} MB in use, {machine.memory >> 20} allowed'
-  if len(sizes) - 1 > machine.processes:
-    return f'processes: {len(sizes) - 1} run, {machine.processes} allowed'
-  return ''
-
-
 def kill_everything(machine, pid: int) -> None:
   """Kills and reaps every process but this one; `pid` leads a group, or 0."""
+  if machine.own_kill():
+    return
   if machine.contained:
     while True:
       try:
         os.kill(-1, signal.SIGKILL)
       except ProcessLookupError:
         return
-      _reap(block=True)
+      reap(block=True)
   for kill, target in ((os.killpg, pid), (os.kill, pid)):
     try:
       if target:
@@ -164,7 +162,7 @@ def kill_everything(machine, pid: int) -> None:
     except (ProcessLookupError, PermissionError):
       pass
   for _ in range(100):  # what left its group, orphaned, has become ours
-    if _reap(block=False):
+    if reap(block=False):
       return
     for child in _children():
       try:
@@ -174,7 +172,7 @@ def kill_everything(machine, pid: int) -> None:
     time.sleep(0.001)
 
 
-def _reap(block: bool) -> bool:
+def reap(block: bool) -> bool:
   """Reaps children; true when none is left."""
   try:
     while os.waitpid(-1, 0 if block else os.WNOHANG)[0]:
@@ -218,7 +216,7 @@ def find_harness(argv: list):
 def run_harness(machine, main, arguments: list, timeout_s: float) -> Result:
   """Calls a trusted script in process 1: what it tests is in forks of it."""
   result = Result()
-  began = time.monotonic()
+  began, used = time.monotonic(), cpu_of_children()
 
   def wait(descriptor: int, seconds: float) -> None:
     poller = make_poller(machine)
@@ -239,6 +237,7 @@ def run_harness(machine, main, arguments: list, timeout_s: float) -> Result:
     result.stderr += f'{type(error).__name__}: {error}\n'.encode()
   kill_everything(machine, 0)
   result.seconds = time.monotonic() - began
+  result.cpu_seconds = cpu_of_children() - used
   return result
 
 
@@ -256,15 +255,15 @@ def become_command(machine, argv, stdout, stderr, timeout_s) -> None:
     os.dup2(machine.null, 0)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
+    machine.prepare_command()
     os.closerange(3, 256)
     seconds = int(timeout_s) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    machine.prepare_command()
     os.chdir(machine.workspace)
-    if is_python(argv):
+    if is_python(argv) and not machine.image:
       code = run_python(argv[1:])
     else:
-      if argv[0] in ('python', 'python3'):
+      if argv[0] in ('python', 'python3') and not machine.image:
         argv = [sys.executable, *argv[1:]]
       signal.signal(signal.SIGPIPE, signal.SIG_DFL)
       signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

@@ -14,7 +14,9 @@ import os
 import resource
 import struct
 import sys
+import time
 
+import groups
 import seccomp
 
 NEWNS, NEWUTS, NEWIPC = 0x20000, 0x4000000, 0x8000000
@@ -29,9 +31,21 @@ PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 6, 7, 21
 NOBODY = 65534
 MACHINE = '/machine'
+GROUP_SPARE_MB = 8  # process 1's own
+IMAGE = '/image'
+MOUNTED = ('dev', 'proc', 'machine', 'tmp')  # in the root of an image
+AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
+OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442  # everywhere the same
+MOUNT_ATTR_IDMAP = 0x100000
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_state = {'outer': 0, 'root': False}
+_state = {
+  'outer': 0,  # user id of machines, outside
+  'root': False,  # of the host, with its capabilities
+  'mapped': False,  # the image's owner is the machine's root
+  'parents': {},  # where control groups can be made
+  'prefix': '',  # of their names
+}
 
 
 class Missing(Exception):
@@ -84,6 +98,7 @@ def enter(config: dict) -> int:
     # Root of the host must not be root of a machine, /proc/sys obeys it.
     _become_nobody()
   _state['root'] = root
+  parents = _control_groups()
   _state['outer'] = NOBODY if root else os.geteuid()
   if not root:
     gid = os.getegid()
@@ -95,16 +110,46 @@ def enter(config: dict) -> int:
   child = os.fork()
   if child:
     status = os.waitpid(child, 0)[1]
+    own = os.getpid()
+    for _ in range(100):
+      if groups.sweep(parents, lambda pid: pid != own):
+        break
+      time.sleep(0.005)
     os._exit(0 if status == 0 else 1)
   die_with_parent()
+  _state['parents'] = parents
   _build_root(config)
   return os.open('/proc/self/ns/pid', os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _control_groups() -> dict:
+  """Where groups can be made; one is, as a trial. What others left is removed."""
+  parents = groups.find()
+  try:
+    groups.sweep(parents, lambda pid: os.path.exists(f'/proc/{pid}'))
+    if parents:
+      name = f'{groups.PREFIX}{os.getpid()}-0'
+      groups.Group(parents, name, 1 << 26, 16).remove()
+      _state['prefix'] = name[:-1]
+  except (OSError, ValueError):
+    return {}
+  return parents
 
 
 def next_pid_namespace(own: int) -> None:
   """The next child is process 1 of a pid namespace of its own."""
   call('setns(CLONE_NEWPID)', 'setns', own, NEWPID)
   call('unshare(CLONE_NEWPID)', 'unshare', NEWPID)
+
+
+def take_network(networks: list) -> int:
+  """The next child is in a network namespace of its own; a descriptor of it."""
+  if networks:
+    network = networks.pop()
+    call('setns(CLONE_NEWNET)', 'setns', network, NEWNET)
+    return network
+  call('unshare(CLONE_NEWNET)', 'unshare', NEWNET)
+  return os.open('/proc/self/ns/net', os.O_RDONLY | os.O_CLOEXEC)
 
 
 def die_with_parent() -> None:
@@ -158,6 +203,9 @@ def _build_root(config: dict) -> None:
   if not os.path.exists('/new/tmp'):  # an interpreter may live there
     os.symlink(MACHINE + '/tmp', '/new/tmp')
   mount('proc', '/new/proc', 'proc', MS_NOSUID | MS_NODEV | MS_NOEXEC)
+  if config['image']:
+    os.mkdir('/new' + IMAGE)
+    _state['mapped'] = _show_image('/old' + config['image'], '/new' + IMAGE)
   os.chdir('/new')
   _pivot('.', '.')
   call('umount2(old root)', 'umount2', b'.', MNT_DETACH)
@@ -267,24 +315,120 @@ def _etc() -> None:
         os.symlink(link, f'/new/etc/alternatives/{entry.name}')
 
 
+# --- images ------------------------------------------------------------------
+
+
+def _show_image(source: str, target: str) -> bool:
+  """Binds an image, read-only; whether its files belong to the machine's root.
+
+  They do where this user owns them. As root of the host, machines are nobody's,
+  and the mount maps the owner (Linux 5.19 for an overlay over it).
+  """
+  if not _state['root']:
+    mount(source, target, '', MS_BIND | MS_REC)
+    flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV
+    mount('none', target, '', flags)
+    return True
+  tree = _libc.syscall(
+    OPEN_TREE,
+    AT_FDCWD,
+    source.encode(),
+    1 | os.O_CLOEXEC,  # a copy of it
+  )
+  if tree < 0:
+    raise Missing('open_tree', ctypes.get_errno())
+  space = _owner_space()
+  attributes = struct.pack(
+    'QQQQ', MS_RDONLY | 2 | 4 | MOUNT_ATTR_IDMAP, 0, 0, space
+  )
+  mapped = not _libc.syscall(
+    MOUNT_SETATTR, tree, b'', AT_EMPTY_PATH, attributes, len(attributes)
+  )
+  os.close(space)
+  if _libc.syscall(MOVE_MOUNT, tree, b'', AT_FDCWD, target.encode(), 4):
+    raise Missing('move_mount', ctypes.get_errno())
+  os.close(tree)
+  if not mapped:
+    flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV
+    mount('none', target, '', flags)
+  return mapped
+
+
+def image_is_own() -> bool:
+  """Whether a machine may change what its image holds, in its overlay."""
+  return _state['mapped']
+
+
+def _owner_space() -> int:
+  """A user namespace in which root is nobody of the host."""
+  ready, go = os.pipe(), os.pipe()
+  child = os.fork()
+  if child == 0:
+    try:
+      call('unshare(CLONE_NEWUSER)', 'unshare', NEWUSER)
+      os.write(ready[1], b'x')
+      os.read(go[0], 1)
+    finally:
+      os._exit(0)
+  os.read(ready[0], 1)
+  for name in ('uid_map', 'gid_map'):
+    write(f'/new/proc/{child}/{name}', f'0 {NOBODY} 1')
+  space = os.open(f'/new/proc/{child}/ns/user', os.O_RDONLY | os.O_CLOEXEC)
+  os.write(go[1], b'x')
+  os.waitpid(child, 0)
+  for descriptor in (*ready, *go):
+    os.close(descriptor)
+  return space
+
+
+def _enter_image(owner: int) -> int:
+  """Makes an overlay over the image the root; a descriptor of its changes."""
+  upper, work = f'{MACHINE}/upper', f'{MACHINE}/overlay'
+  root, own = f'{MACHINE}/root', f'{MACHINE}/own'
+  for path in (upper, work, root, own, f'{own}/work', f'{own}/tmp'):
+    os.mkdir(path)
+    os.chown(path, owner, owner)
+  options = f'lowerdir={IMAGE},upperdir={upper},workdir={work}'
+  options += '' if _state['root'] else ',userxattr'
+  mount('overlay', root, 'overlay', MS_NOSUID | MS_NODEV, options)
+  for name in MOUNTED:
+    if not os.path.isdir(f'{root}/{name}'):
+      os.mkdir(f'{root}/{name}')
+  mount('/dev', f'{root}/dev', '', MS_BIND | MS_REC)
+  flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+  mount('proc', f'{root}/proc', 'proc', flags)
+  mount(own, f'{root}/machine', '', MS_BIND)
+  mount(f'{own}/tmp', f'{root}/tmp', '', MS_BIND)
+  changes = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+  os.chdir(root)
+  _pivot('.', '.')
+  call('umount2(old root)', 'umount2', b'.', MNT_DETACH)
+  os.chdir('/')
+  return changes
+
+
 # --- a machine ---------------------------------------------------------------
 
 
-def become_machine(config: dict) -> str:
-  """Isolates this process, process 1 of its pid namespace; its workspace."""
+def become_machine(config: dict, number: int) -> tuple:
+  """Isolates this process, process 1 of its pid namespace.
+
+  Its workspace, a descriptor of what it changes of its image, or -1, and its
+  control group, or None.
+  """
   die_with_parent()
-  everything = NEWNS | NEWIPC | NEWUTS | NEWNET
-  call(
-    'unshare(CLONE_NEWNS|CLONE_NEWIPC|CLONE_NEWUTS|CLONE_NEWNET)',
-    'unshare',
-    everything,
-  )
+  group = _enter_group(config, number)
+  everything = NEWNS | NEWIPC | NEWUTS  # the network is the zygote's to give
+  call('unshare(CLONE_NEWNS|CLONE_NEWIPC|CLONE_NEWUTS)', 'unshare', everything)
   mount('proc', '/proc', 'proc', MS_NOSUID | MS_NODEV | MS_NOEXEC)
   owner = _state['outer'] if _state['root'] else 0
   options = f'size={config["disk_mb"]}m,nr_inodes=4096,mode=700'
   options += f',uid={owner},gid={owner}'
   mount('tmpfs', MACHINE, 'tmpfs', MS_NOSUID | MS_NODEV, options)
   _libc.sethostname(b'machine', 7)
+  upper = -1
+  if config['image']:
+    upper = _enter_image(owner)
   if _state['root']:
     _become_nobody()
   os.umask(0o022)
@@ -299,10 +443,30 @@ def become_machine(config: dict) -> str:
   # binds all machines of the outer user together, not each of them.
   limit(config, count_processes=True)
   _drop_privileges()
-  return _workspace(MACHINE)
+  return _workspace(MACHINE), upper, group
 
 
-def become_process(config: dict, number: int) -> str:
+def _enter_group(config: dict, number: int):
+  """A group that bounds the machine; files in its workspace are memory too."""
+  if not _state['parents']:
+    return None
+  megabytes = config['memory_mb'] + config['disk_mb'] + GROUP_SPARE_MB
+  group = groups.Group(
+    _state['parents'],
+    f'{_state["prefix"]}{number}',
+    megabytes << 20,
+    config['processes'] + 1,
+  )
+  group.enter()
+  return group
+
+
+def leave_group(number: int) -> bool:
+  """Removes the group of an ended machine; false while it is not empty."""
+  return groups.removed(_state['parents'], f'{_state["prefix"]}{number}')
+
+
+def become_process(config: dict, number: int) -> tuple:
   """A plain process: limits where the system has them, a folder of its own."""
   die_with_parent()
   if sys.platform == 'linux':
@@ -310,14 +474,14 @@ def become_process(config: dict, number: int) -> str:
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
   limit(config, count_processes=False)
   os.umask(0o022)
-  return _workspace(os.path.join(config['scratch'], str(number)))
+  return _workspace(os.path.join(config['scratch'], str(number))), -1, None
 
 
 def _workspace(folder: str) -> str:
   work = os.path.join(folder, 'work')
   temporary = os.path.join(folder, 'tmp')
-  os.makedirs(work)
-  os.makedirs(temporary)
+  os.makedirs(work, exist_ok=True)
+  os.makedirs(temporary, exist_ok=True)
   os.environ['HOME'] = work
   os.environ['TMPDIR'] = temporary
   os.chdir(work)

@@ -4,12 +4,17 @@ A message is two big-endian uint32 (bytes of JSON, bytes of data), the JSON, the
 data. A request may ask for everything at once, in this order:
 
   {"write": [[path, bytes], ...],  files to write, their contents are the data
+   "make": [[path, "d", mode] or [path, "l", target], ...],  folders, links
    "run": argv or null, "timeout": seconds,
    "read": [path, ...],
-   "facts": true}                  what is really in force
+   "facts": true,                  what is really in force
+   "save": true,                   all files, as `files.py` says
+   "restore": "machine" or "image",  `write` and `make` are of a save
+   "resume": {...}}                first of all, where the machine is a copy
 
-Its answer is {"exit", "seconds", "truncated", "timed_out", "out", "err",
-"read": [bytes or -1, ...]} with stdout, stderr and the files read as data, or
+Its answer is {"exit", "seconds", "cpu_seconds", "truncated", "timed_out", "out",
+"err", "read": [bytes or -1, ...]} with stdout, stderr and the files read as data,
+or
 {"refused": text, "errno": n} when a file could not be written or read (nothing
 runs then), or {"missing": facility, "errno": n} from a machine that could not
 start.
@@ -23,11 +28,11 @@ import _socket as socket
 import errno
 import json
 import os
-import stat
 import struct
 import sys
 
 import execute
+import files
 import isolate
 
 HEADER = struct.Struct('>II')
@@ -42,9 +47,20 @@ def _ignore(*_) -> None:
 class Machine:
   """What a call needs to know of its machine."""
 
-  def __init__(self, sock: socket.socket, config: dict, workspace: str):
+  def __init__(
+    self,
+    sock: socket.socket,
+    config: dict,
+    workspace: str,
+    changes: int = -1,
+    group=None,
+  ):
     self.sock = sock
     self.workspace = workspace
+    self.changes = changes  # descriptor of an overlay's upper folder
+    self.image = config['image']
+    self.group = group  # of the machine; its kernel kills what is over it
+    self.kills = 0
     self.contained = config['driver'] == 'namespace'
     self.memory = config['memory_mb'] << 20
     self.processes = config['processes']
@@ -57,6 +73,9 @@ class Machine:
     signal.signal(signal.SIGCHLD, _ignore)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     self.page = os.sysconf('SC_PAGESIZE')
+    self.ticks = os.sysconf('SC_CLK_TCK')
+    self.cpu_limit = config['cpu_s']
+    self.cpu_before = 0.0
     self.own_memory = self._own_memory() if self.contained else 0
 
   def _own_memory(self) -> int:
@@ -64,9 +83,59 @@ class Machine:
       fields = file.read().split()
     return (int(fields[1]) - int(fields[2])) * self.page
 
+  def begin_command(self) -> None:
+    self.cpu_before = execute.cpu_of_children()
+
   def prepare_command(self) -> None:
     if not self.contained:
       isolate.die_with_parent()
+
+  def end_command(self, result) -> None:
+    """After everything that the command started is dead and reaped."""
+    if self.group is not None:
+      kills = self.group.kills()
+      if kills > self.kills and not result.killed:  # between two looks
+        result.killed = f'memory: more than {self.memory >> 20} MB'
+      self.kills = kills
+
+  def own_kill(self) -> bool:
+    """Whether it kills what a command started in a way of its own."""
+    return False
+
+  def pressure(self) -> str:
+    """Why the machine as a whole is over its limits, or ''.
+
+    Limits of a process bound a process; this looks at all of them. Anonymous
+    memory that a fork shares with process 1 is not counted.
+    """
+    if not self.contained:
+      return ''
+    if self.group is not None and self.group.kills() > self.kills:
+      return f'memory: more than {self.memory >> 20} MB'
+    total, count, ticks = 0, 0, 0
+    for name in os.listdir('/proc'):
+      if name.isdigit() and name != '1':
+        try:
+          with open(f'/proc/{name}/stat', 'rb') as file:
+            fields = file.read().rpartition(b')')[2].split()
+          with open(f'/proc/{name}/statm', 'rb') as file:
+            pages = file.read().split()
+        except OSError:
+          continue
+        count += 1
+        size = (int(pages[1]) - int(pages[2])) * self.page
+        total += max(0, size - self.own_memory)
+        ticks += sum(
+          map(int, fields[11:15])
+        )  # its own, and its dead children's
+    cpu = ticks / self.ticks + execute.cpu_of_children() - self.cpu_before
+    if total > self.memory:
+      return f'memory: {total >> 20} MB in use, {self.memory >> 20} allowed'
+    if count > self.processes:
+      return f'processes: {count} run, {self.processes} allowed'
+    if cpu > self.cpu_limit:
+      return f'cpu: {cpu:.1f} s used, {self.cpu_limit:.1f} allowed'
+    return ''
 
   def close(self) -> None:
     """Ends the machine; everything in it is dead already."""
@@ -126,11 +195,16 @@ class Reader:
       self.start = self.end = 0
 
 
-def serve(sock: socket.socket, config: dict, workspace: str) -> None:
+def serve(
+  sock: socket.socket, config: dict, workspace: str, changes: int, group
+):
   """Answers until end of file; never returns."""
+  loop(sock, Machine(sock, config, workspace, changes, group))
+
+
+def loop(sock, machine: Machine) -> None:
   signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
   signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-  machine = Machine(sock, config, workspace)
   reader = Reader(sock)
   try:
     while reader.fill(HEADER.size):
@@ -146,8 +220,14 @@ def serve(sock: socket.socket, config: dict, workspace: str) -> None:
 
 
 def answer(machine: Machine, reader: Reader, request: dict) -> tuple:
+  if 'resume' in request:
+    machine.resume(request['resume'])
+  root = machine.workspace
+  if request.get('restore'):
+    root = '/' if request['restore'] == 'image' else os.path.dirname(root)
   try:
-    write_files(machine, reader, request.get('write', ()))
+    files.write_all(root, reader, request.get('write', ()))
+    files.make_all(root, request.get('make', ()))
   except OSError as error:
     return refusal(error), ()
   finally:
@@ -163,6 +243,7 @@ def answer(machine: Machine, reader: Reader, request: dict) -> tuple:
     message = {
       'exit': result.exit_code,
       'seconds': result.seconds,
+      'cpu_seconds': result.cpu_seconds,
       'truncated': result.truncated,
       'timed_out': result.timed_out,
       'out': len(result.stdout),
@@ -172,7 +253,7 @@ def answer(machine: Machine, reader: Reader, request: dict) -> tuple:
   sizes = []
   for path in request.get('read', ()):
     try:
-      data = read_file(machine, path)
+      data = files.read(machine.workspace, path, machine.disk)
     except FileNotFoundError:
       sizes.append(-1)
       continue
@@ -181,6 +262,18 @@ def answer(machine: Machine, reader: Reader, request: dict) -> tuple:
     sizes.append(len(data))
     blobs.append(data)
   message['read'] = sizes
+  if request.get('save'):
+    try:
+      folder = os.path.dirname(machine.workspace)
+      message['tree'], saved = files.save(folder, machine.disk)
+      blobs += saved
+      if machine.changes >= 0:
+        folder = f'/proc/self/fd/{machine.changes}'
+        skip = isolate.MOUNTED
+        message['image'], saved = files.save(folder, machine.disk, skip)
+        blobs += saved
+    except OSError as error:
+      return refusal(error), ()
   return message, blobs
 
 
@@ -199,83 +292,13 @@ def reply_missing(sock: socket.socket, facility: str, number: int) -> None:
   send(sock, {'missing': facility, 'errno': number}, ())
 
 
-# --- files -------------------------------------------------------------------
-
-
-def locate(machine: Machine, path: str, make: bool) -> str:
-  """The absolute path of a workspace path; never one outside it."""
-  parts = path.split('/')
-  if not path or path.startswith('/') or '..' in parts or '\0' in path:
-    text = 'not a path inside the workspace (relative, without ..)'
-    raise PermissionError(errno.EPERM, text, path)
-  full = os.path.join(machine.workspace, path)
-  if len(parts) > 1:
-    parent = os.path.dirname(full)
-    root = os.path.realpath(machine.workspace)
-    real = os.path.realpath(parent)
-    if real != root and not real.startswith(root + '/'):
-      text = 'a link on the way leads out of the workspace'
-      raise PermissionError(errno.EPERM, text, path)
-    if make:
-      os.makedirs(real, exist_ok=True)
-  return full
-
-
-def write_files(machine: Machine, reader: Reader, files) -> None:
-  """Writes every file; consumes all data even when one is refused."""
-  refused = None
-  for path, size in files:
-    descriptor = -1
-    try:
-      if not refused:
-        descriptor = open_new(machine, path)
-    except OSError as error:
-      refused = error
-    failed = reader.copy(size, descriptor)
-    if descriptor >= 0:
-      os.close(descriptor)
-    if failed and not refused:
-      refused = OSError(failed, os.strerror(failed), path)
-  if refused:
-    raise refused
-
-
-def open_new(machine: Machine, path: str) -> int:
-  full = locate(machine, path, make=True)
-  flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
-  try:
-    return os.open(full, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-  except OSError as error:
-    raise OSError(error.errno, error.strerror, path) from None
-
-
-def read_file(machine: Machine, path: str) -> bytes:
-  """A regular file; anything else of that name counts as no file."""
-  flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-  try:
-    descriptor = os.open(locate(machine, path, make=False), flags)
-  except PermissionError:
-    raise
-  except OSError:
-    raise FileNotFoundError(errno.ENOENT, 'no such file', path) from None
-  try:
-    about = os.fstat(descriptor)
-    if not stat.S_ISREG(about.st_mode):
-      raise FileNotFoundError(errno.ENOENT, 'not a regular file', path)
-    if about.st_size > machine.disk:
-      raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
-    pieces = []
-    while piece := os.read(descriptor, 1 << 20):
-      pieces.append(piece)
-    return b''.join(pieces)
-  finally:
-    os.close(descriptor)
-
-
 def facts(machine: Machine) -> dict:
   """What is in force, as this process sees it and not as it was asked for."""
   found: dict = {'python': sys.version.split()[0]}
+  found['kernel'] = os.uname().release
+  found['cgroup'] = machine.group.version if machine.group else 0
   if machine.contained:
+    found['image_is_own'] = isolate.image_is_own()
     found['namespaces'] = {
       name: os.stat(f'/proc/self/ns/{name}').st_ino
       for name in ('user', 'mnt', 'pid', 'net', 'ipc', 'uts')

@@ -22,25 +22,13 @@ import sys
 _HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, _HERE)
 import execute  # noqa: E402
+import files  # noqa: E402
+import groups  # noqa: E402
 import isolate  # noqa: E402
 import seccomp  # noqa: E402
 import serve  # noqa: E402
 
 sys.path.remove(_HERE)
-
-# What most small programs import. Each costs every fork some page tables.
-PRELOAD = (
-  'collections',
-  'functools',
-  'itertools',
-  'json',
-  'math',
-  'operator',
-  're',
-  'select',
-  'signal',
-  'time',
-)
 
 
 def main() -> None:
@@ -85,18 +73,42 @@ def say(control: socket.socket, message: dict) -> None:
 
 def warm(harness: dict) -> None:
   """Imports what programs need, and the scripts that process 1 may call."""
-  for name in PRELOAD:
+  for name in execute.PRELOAD:
     importlib.import_module(name)
   for path, text in harness.items():
     execute.add_harness(path, text)
   # A program may have a module of any name, ours included.
-  for module in (execute, isolate, seccomp, serve):
+  for module in (execute, files, groups, isolate, seccomp, serve):
     sys.modules.pop(module.__name__, None)
 
 
+class Running:
+  """What was lent to a machine until it ends."""
+
+  def __init__(self, number: int, pid: int, network: int):
+    self.number = number
+    self.pid = pid
+    self.network = network  # descriptor of its network namespace, or -1
+
+  def ended(self) -> bool:
+    """Process 1 of a pid namespace ends after everything else in it."""
+    try:
+      os.kill(self.pid, 0)
+    except ProcessLookupError:
+      return isolate.leave_group(self.number)
+    return False
+
+
 def serve_starts(control: socket.socket, config: dict, own: int) -> None:
-  """Forks a machine for every descriptor, until end of file."""
+  """Forks a machine for every descriptor, until end of file.
+
+  A network namespace takes longer to make than all else of a machine together,
+  so those of ended machines are used again: empty ones, of which a machine owns
+  nothing, and with no process left in them.
+  """
   number = 0
+  running: list = []
+  networks: list = []
   while True:
     data, messages, _, _ = control.recvmsg(64, socket.CMSG_LEN(64))
     if not data:
@@ -104,21 +116,38 @@ def serve_starts(control: socket.socket, config: dict, own: int) -> None:
     packed = b''.join(body for _, _, body in messages)
     for (descriptor,) in struct.iter_unpack('i', packed):
       number += 1
+      if not networks:
+        running = collect(running, networks)
       try:
-        start_machine(control, descriptor, config, own, number)
+        network = -1
+        if own >= 0:
+          isolate.next_pid_namespace(own)
+          network = isolate.take_network(networks)
+        pid = os.fork()
+        if pid == 0:
+          be_machine(control, descriptor, config, own, number)
+        running.append(Running(number, pid, network))
       except (OSError, isolate.Missing):
         pass  # the host sees end of file and starts another
       finally:
         os.close(descriptor)
 
 
-def start_machine(
+def collect(running: list, networks: list) -> list:
+  """Takes back what ended machines had; the machines that go on."""
+  left = []
+  for machine in running:
+    if not machine.ended():
+      left.append(machine)
+    elif machine.network >= 0:
+      networks.append(machine.network)
+  return left
+
+
+def be_machine(
   control: socket.socket, descriptor: int, config: dict, own: int, number: int
 ) -> None:
-  if own >= 0:
-    isolate.next_pid_namespace(own)
-  if os.fork():
-    return
+  """Never returns."""
   try:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     control.close()
@@ -126,13 +155,16 @@ def start_machine(
     try:
       if own >= 0:
         os.close(own)
-        workspace = isolate.become_machine(config)
+        place = isolate.become_machine(config, number)
       else:
-        workspace = isolate.become_process(config, number)
+        place = isolate.become_process(config, number)
     except isolate.Missing as error:
       serve.reply_missing(sock, error.facility, error.errno)
       os._exit(1)
-    serve.serve(sock, config, workspace)
+    except OSError as error:
+      serve.reply_missing(sock, str(error.filename), error.errno or 0)
+      os._exit(1)
+    serve.serve(sock, config, *place)
   except BaseException:
     pass
   finally:
