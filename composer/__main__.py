@@ -23,7 +23,19 @@ from types import FrameType
 import warnings
 
 ROLES = ('all', 'trainer', 'rollout', 'eval')
-BENCHES = ('kernels', 'machines', 'mismatch')
+BENCHES = tuple(
+  'engine fleet kernels machines mismatch sessions weights'.split()
+)
+BENCH_OPTIONS = {  # which benches take it
+  'plan': ('weights',),
+  'hosts': ('weights',),
+  'egress': ('weights',),
+  'checkpoint': ('engine', 'mismatch'),
+  'load': ('engine',),
+  'tokens': ('mismatch',),
+  'train_steps': ('mismatch',),
+  'compute': ('mismatch',),
+}
 TRACEBACK = 'COMPOSER_TRACEBACK'  # set: errors come with their traceback
 
 
@@ -61,6 +73,10 @@ def _fail(error: Exception, message: str, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+  # So that importing this stays light.
+  from composer import task_commands
+  from composer.environments.images import command
+
   parser = argparse.ArgumentParser(
     prog='composer',
     description='Asynchronous reinforcement learning for code agents, in JAX.',
@@ -74,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
   _add_convert(commands)
   _add_upcycle(commands)
   _add_score(commands)
+  _add_serve(commands)
+  task_commands.add(commands, _command, _interruptible)
+  command.add_to(commands)
   _add_weights(commands)
   _add_plan(commands)
   _add_bench(commands)
@@ -246,6 +265,16 @@ def _add_score(commands: argparse._SubParsersAction) -> None:
   )
 
 
+def _add_serve(commands: argparse._SubParsersAction) -> None:
+  from composer.inference import server_command
+
+  server_command.add_arguments(
+    _command(
+      commands, 'serve', _serve, 'serve a model over HTTP, as OpenAI does'
+    )
+  )
+
+
 def _add_weights(commands: argparse._SubParsersAction) -> None:
   text = 'list, check or fetch published weights'
   parser = commands.add_parser('weights', help=text, description=text)
@@ -312,6 +341,31 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
   parser.add_argument(
     '--json', type=Path, metavar='FILE', help='write the result there too'
   )
+  parser.add_argument(
+    '--plan',
+    metavar='SIZE',
+    help='of weights: what the rates mean for a model of so many bytes (1TB)',
+  )
+  parser.add_argument(
+    '--hosts', type=int, metavar='N', help='of a plan: of each site'
+  )
+  parser.add_argument(
+    '--egress',
+    metavar='RATE',
+    help='of a plan: of the whole site, in bits a second (25Gbit)',
+  )
+  parser.add_argument(
+    '--checkpoint',
+    metavar='DIR',
+    help='of engine and mismatch: the model (default: one made for it)',
+  )
+  for name, kind, metavar, text in (
+    ('load', str, 'FILE', 'of engine: a trace of sessions, as JSON'),
+    ('tokens', int, 'N', 'of mismatch: sampled in each mode (default: 12000)'),
+    ('train-steps', int, 'N', 'of mismatch: of its model (default: 250)'),
+    ('compute', str, 'DTYPE', 'of mismatch: bfloat16 (default) or float32'),
+  ):
+    parser.add_argument(f'--{name}', metavar=metavar, type=kind, help=text)
 
 
 def _add_view(commands: argparse._SubParsersAction) -> None:
@@ -469,13 +523,27 @@ def _open_exchange(exchange: str):
     path = Path(exchange)
     if (path / 'exchange').is_dir():
       path /= 'exchange'
-    if not path.is_dir():
+    if not exchange or not path.is_dir():
       raise ValueError(
         f'exchange {exchange!r} is neither a URL nor a directory; give'
         ' file://, gs://, s3://, or the workdir of a run'
       )
     exchange = f'file://{path.resolve()}'
-  return store.open_exchange(exchange, writable=False)
+  kv = store.open_exchange(exchange, writable=False)
+  folder = store.folder(kv)
+  if folder is not None and not folder.is_dir():
+    raise ValueError(
+      f'exchange {exchange!r}: there is no directory {folder}; is the path right?'
+    )
+  return kv
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+  from composer.inference import server_command
+
+  tune_malloc()
+  default_platform()
+  return server_command.run(arguments)
 
 
 def _weights_ls(arguments: argparse.Namespace) -> int:
@@ -515,8 +583,24 @@ def _weights_fetch(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
   tune_malloc()
   default_platform()
+  options = {
+    name: getattr(arguments, name)
+    for name in BENCH_OPTIONS
+    if getattr(arguments, name) is not None
+  }
+  for name in options:
+    if arguments.name not in BENCH_OPTIONS[name]:
+      raise ValueError(
+        f'--{name.replace("_", "-")} belongs to composer bench'
+        f' {" or ".join(BENCH_OPTIONS[name])}'
+      )
+  if {'hosts', 'egress'} & set(options) and 'plan' not in options:
+    raise ValueError(
+      '--hosts and --egress belong to a plan: composer bench weights --plan 1TB'
+      ' --hosts 256 --egress 25Gbit'
+    )
   bench = importlib.import_module(f'composer.bench.{arguments.name}')
-  return bench.run(json_path=arguments.json)
+  return bench.run(json_path=arguments.json, **options)
 
 
 def _view(arguments: argparse.Namespace) -> int:

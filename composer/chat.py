@@ -40,6 +40,7 @@ JSON_SCHEMAS: Mapping[str, Mapping[str, str]] = {
   'token': {'type': 'string', 'pattern': r'^\S+$'},
   'path': {'type': 'string', 'description': 'relative path in the workspace'},
   'integer': {'type': 'integer'},
+  'string': {'type': 'string'},
   'text': {'type': 'string'},
 }
 
@@ -50,21 +51,34 @@ class ToolSpec:
 
   `parameters` are (name, kind) in the order in which an act gives them. Kinds:
   'line' (L3), 'token' (one word), 'path' (a relative path, one word),
-  'integer', 'text' (the rest of the act; only as the last parameter).
+  'integer', 'string' (any; one word where an act is words), 'text' (the rest of
+  the act; only as the last parameter).
+  `optional` ones may be left out, from the last on. A tool of somebody else's
+  has a `schema` (JSON Schema of its arguments) in place of both.
   """
 
   name: str
   description: str
   parameters: tuple[tuple[str, str], ...] = ()
+  optional: tuple[tuple[str, str], ...] = ()
+  schema: Mapping[str, Any] | None = None
+
+  @property
+  def all_parameters(self) -> tuple[tuple[str, str], ...]:
+    return self.parameters + self.optional
 
   def __post_init__(self):
-    for place, (name, kind) in enumerate(self.parameters):
+    if self.schema is not None and self.all_parameters:
+      raise ValueError(
+        f'ToolSpec {self.name}: parameters and a schema; give one of the two'
+      )
+    for place, (name, kind) in enumerate(self.all_parameters):
       if kind not in JSON_SCHEMAS:
         raise ValueError(
           f'ToolSpec {self.name}: parameter {name} has kind {kind!r}; the known'
           f' kinds are {", ".join(JSON_SCHEMAS)}'
         )
-      if kind == 'text' and place != len(self.parameters) - 1:
+      if kind == 'text' and place != len(self.all_parameters) - 1:
         raise ValueError(
           f'ToolSpec {self.name}: parameter {name} of kind text takes the rest'
           ' of an act; make it the last parameter'
@@ -114,27 +128,39 @@ class Tokenizer(Protocol):
 
 def json_schema(spec: ToolSpec) -> dict:
   """The tool in the OpenAI function form (arguments are one object)."""
+  parameters = spec.schema
+  if parameters is None:
+    parameters = {
+      'type': 'object',
+      'properties': {
+        name: dict(JSON_SCHEMAS[kind]) for name, kind in spec.all_parameters
+      },
+      'required': [name for name, _ in spec.parameters],
+      'additionalProperties': False,
+    }
   return {
     'type': 'function',
     'function': {
       'name': spec.name,
       'description': spec.description,
-      'parameters': {
-        'type': 'object',
-        'properties': {
-          name: dict(JSON_SCHEMAS[kind]) for name, kind in spec.parameters
-        },
-        'required': [name for name, _ in spec.parameters],
-        'additionalProperties': False,
-      },
+      'parameters': dict(parameters),
     },
   }
 
 
 def tool_list(tools: Sequence[ToolSpec]) -> str:
-  """The tools as the prompt names them: 'edit LINE TOKEN ; test ; submit'."""
+  """The tools as the prompt names them: 'edit LINE TOKEN ; test ; submit'.
+
+  Optional parameters stand in brackets.
+  """
   return ' ; '.join(
-    ' '.join((tool.name, *(name.upper() for name, _ in tool.parameters)))
+    ' '.join(
+      (
+        tool.name,
+        *(name.upper() for name, _ in tool.parameters),
+        *(f'[{name.upper()}]' for name, _ in tool.optional),
+      )
+    )
     for tool in tools
   )
 
@@ -216,6 +242,7 @@ def render_restart(
   summary: Sequence[int],
   turns_left: int,
   summaries: int,
+  todo: str = '',
 ) -> list[int]:
   """The context after a summary: prompt <summary> summary state <end>.
 
@@ -225,7 +252,7 @@ def render_restart(
   `summaries` counts the summaries so far, this one included.
   """
   special = special_ids(tokenizer)
-  state = state_text(turns_left, summaries)
+  state = state_text(turns_left, summaries, todo)
   return [
     *prompt,
     tokenizer.token_id(SUMMARY),
@@ -235,9 +262,14 @@ def render_restart(
   ]
 
 
-def state_text(turns_left: int, summaries: int) -> str:
-  """What the harness adds to a summary: ' 3 turns left , 1 summaries'."""
-  return f' {turns_left} turns left , {summaries} summaries'
+def state_text(turns_left: int, summaries: int, todo: str = '') -> str:
+  """What the harness adds to a summary: ' 3 turns left , 1 summaries'.
+
+  The session's todo list follows, if there is one: what the model wrote down
+  last, whatever its summary says.
+  """
+  state = f' {turns_left} turns left , {summaries} summaries'
+  return f'{state}\ntodo:\n{todo}' if todo else state
 
 
 def summary_due(length: int, session: SessionConfig) -> bool:
@@ -318,17 +350,17 @@ def _parse_text(text: str, tools: Sequence[ToolSpec]) -> Call | Text | Broken:
   spec = next((tool for tool in tools if tool.name == words[0]), None)
   if spec is None:
     return Broken('unknown tool', text)
-  count = len(spec.parameters)
-  if count and spec.parameters[-1][1] == 'text':
-    given = text.split(None, count)[1:]
+  kinds = spec.all_parameters
+  if kinds and kinds[-1][1] == 'text':
+    given = text.split(None, len(kinds))[1:]
   else:
     given = words[1:]
-  if len(given) < count:
+  if len(given) < len(spec.parameters):
     return Broken('missing argument', text)
-  if len(given) > count:
+  if len(given) > len(kinds):
     return Broken('superfluous argument', text)
   arguments = {}
-  for (name, kind), word in zip(spec.parameters, given, strict=True):
+  for (name, kind), word in zip(kinds, given, strict=False):
     if not fits(kind, word):
       return Broken(f'bad {kind}', text)
     arguments[name] = int(word) if kind == 'integer' else word

@@ -18,6 +18,7 @@ import numpy as np
 from composer import chat
 from composer import config as config_lib
 from composer import records
+from composer.rewards import combine
 from composer.rollout import schedule
 from composer.rollout import session as session_lib
 
@@ -116,7 +117,7 @@ async def evaluate(
 
   async def one(task: records.Task, draw: int):
     # Draws of evaluation lie apart from those of training.
-    drawn = schedule.REDRAW[task.kind](task, 1_000_000 + draw)
+    drawn = schedule.redraw(task, 1_000_000 + draw)
     group_id = records.group_id(task.id, -1, draw)
     async with gate:
       try:
@@ -150,7 +151,7 @@ def summarise(
   for task_id, trajectory in done:
     if trajectory is not None:
       kept.append(trajectory)
-      solved = float(trajectory.reward_parts['tests'] >= 1.0)
+      solved = float(combine.earned(trajectory.reward_parts) >= 1.0)
       by_task.setdefault(task_id, []).append(solved)
   means = [float(np.mean(values)) for values in by_task.values()]
   n = len(means)

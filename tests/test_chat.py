@@ -228,3 +228,24 @@ def test_json_schema_is_the_openai_form():
 def test_wrong_tool_spec_is_refused(parameters, message):
   with pytest.raises(ValueError, match=message):
     chat.ToolSpec('tool', '', parameters)
+
+
+def test_optional_arguments_of_an_act():
+  spec = chat.ToolSpec(
+    'read', 'show', (('path', 'path'),), (('start', 'integer'),)
+  )
+  for text, want in (
+    (' read a 3', chat.Call('read', {'path': 'a', 'start': 3})),
+    (' read a', chat.Call('read', {'path': 'a'})),
+  ):
+    ids = [*TOKENIZER.encode(text), TOKENIZER.token_id(chat.END)]
+    assert chat.parse_act(TOKENIZER, ids, [spec]) == want
+  for text, reason in ((' read', 'missing'), (' read a 3 4', 'superfluous')):
+    ids = [*TOKENIZER.encode(text), TOKENIZER.token_id(chat.END)]
+    act = chat.parse_act(TOKENIZER, ids, [spec])
+    assert act.reason == f'{reason} argument'
+
+
+def test_the_todo_list_is_part_of_the_state():
+  assert chat.state_text(3, 1) == ' 3 turns left , 1 summaries'
+  assert chat.state_text(3, 1, '[ ] a').endswith('summaries\ntodo:\n[ ] a')

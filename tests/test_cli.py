@@ -82,20 +82,21 @@ def test_help_is_quick_and_shows_what_exists():
     'convert',
     'upcycle',
     'score',
+    'serve',
+    'tasks',
     'plan',
     'weights',
     'bench',
     'view',
   ):
     assert f'\n    {name} ' in result.stdout
-  for name in ('serve', 'tasks'):
-    assert f'\n    {name}' not in result.stdout
 
 
 def test_what_is_shown_exists():
   for name in (
     'composer.fleet.local',
     'composer.fleet.evaluator',
+    'composer.inference.server_command',
     *(f'composer.bench.{bench}' for bench in cli.BENCHES),
   ):
     module = importlib.import_module(name)
@@ -324,6 +325,8 @@ def test_weights_fetch(workdir, tmp_path):
 def test_weights_of_nothing(tmp_path, capsys):
   assert cli.main(['weights', 'ls', str(tmp_path / 'none')]) == 2
   assert 'neither a URL nor a directory' in capsys.readouterr().err
+  assert cli.main(['weights', 'ls', f'file://{tmp_path}/none']) == 2
+  assert 'there is no directory' in capsys.readouterr().err
   assert cli.main(['weights', 'ls', 'ftp://x']) == 2
   assert cli.main(['weights', 'ls', str(tmp_path)]) == 0
   assert list(tmp_path.iterdir()) == [], 'a reader writes nothing'

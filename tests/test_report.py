@@ -594,6 +594,10 @@ def test_chromium_draws_a_finished_run_and_opens_a_session(finished, tmp_path):
   ]
   assert [html.unescape(token) for token in tokens] == texts
   assert len(session['segments']) == 2 and 'class="seam"' in body
+  bars = re.findall(r'<button class="(context-bar[^"]*)"', body)
+  assert bars == ['context-bar summarised', 'context-bar']
+  assert 'class="contexts" data-summaries="1"' in body
+  assert re.search(r'1 summary · \d+ tokens in 2 contexts, at most', body)
   assert 'class="turn broken"' in body and 'class="turn summary"' in body
   assert re.search(r'class="token[^"]*" style="background:[^"]*flip', body)
   assert 'owned' not in re.search(r'<title>.*?</title>', body)[0]

@@ -30,7 +30,7 @@ from composer import metrics
 from composer import params as params_lib
 from composer import records
 from composer.environments import machines
-from composer.environments.tasks import repair
+from composer.environments.tasks import sets as task_sets
 from composer.fleet import rollout
 from composer.fleet import start
 from composer.fleet import stopping
@@ -54,7 +54,7 @@ def sets(
   experiment: config_lib.Experiment,
 ) -> dict[str, tuple[records.Task, ...]]:
   """The held-out sets by name, those that hold tasks."""
-  tasks = repair.build_tasks(experiment.tasks)
+  tasks = task_sets.build_tasks(experiment.tasks)
   found = {
     'held_out_bugs': tasks.held_out_bugs,
     'held_out_functions': tasks.held_out_functions,

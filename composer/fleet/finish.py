@@ -20,7 +20,7 @@ from composer import params as params_lib
 from composer import records
 from composer import report
 from composer.bench import mismatch
-from composer.environments.tasks import repair
+from composer.environments.tasks import sets as task_sets
 from composer.fleet import evaluator
 from composer.fleet import trainer as trainer_lib
 from composer.fleet import workdir as workdir_lib
@@ -181,7 +181,7 @@ class Board:
 
   def save_sessions(self, name, trajectories, extra, step, split=None) -> None:
     tokenizer = tokenizer_lib.load(self.experiment.tokenizer)
-    tasks = repair.build_tasks(self.experiment.tasks)
+    tasks = task_sets.build_tasks(self.experiment.tasks)
     metrics.save_trajectories(
       self.workdir,
       name,
@@ -222,7 +222,7 @@ class Board:
     self.progress.table(self.rows, report=path)
 
 
-def _by_id(tasks: repair.TaskSet) -> dict[str, records.Task]:
+def _by_id(tasks: task_sets.TaskSet) -> dict[str, records.Task]:
   parts = (tasks.train, tasks.held_out_bugs, tasks.held_out_functions)
   return {task.id: task for part in parts for task in part}
 

@@ -28,7 +28,7 @@ from composer import mesh as mesh_lib
 from composer import metrics
 from composer import midtrain
 from composer.environments import machines
-from composer.environments.tasks import repair
+from composer.environments.tasks import sets as task_sets
 from composer.fleet import evaluator
 from composer.fleet import finish
 from composer.fleet import processes
@@ -208,26 +208,38 @@ def _place(mesh: Mesh, batch: Any) -> Any:
 
 
 def mixture(experiment, tokenizer):
-  """The data of mid-training: sessions, solutions and Python source."""
+  """The data of mid-training: sessions, solutions and Python source.
+
+  Sessions are rendered of `repair` tasks; with others there is only source.
+  """
   config = experiment.midtrain
-  tasks = repair.build_tasks(experiment.tasks).train
+  documents: list[Any] = []
   rng = np.random.default_rng(experiment.seed)
-  documents = scripted.render_demonstrations(
-    tasks, tokenizer, experiment, rng, config.demonstrations
-  )
-  documents += scripted.render_solutions(
-    tasks, tokenizer, rng, config.solutions
-  )
+  if experiment.tasks.kind == 'repair':
+    documents = _sessions(experiment, tokenizer, rng)
   return data.midtraining(
     documents,
     data.python_source(config.source_bytes),
     tokenizer.encode,
     batch_size=config.batch_size,
     sequence_length=config.sequence_length,
-    python_share=config.python_share,
+    python_share=config.python_share if documents else 1.0,
     align=experiment.numerics.kv_block,
     seed=experiment.seed,
   )
+
+
+def _sessions(experiment, tokenizer, rng) -> list[Any]:
+  """Rendered sessions and solutions of `repair` tasks."""
+  config = experiment.midtrain
+  tasks = task_sets.build_tasks(experiment.tasks).train
+  documents = scripted.render_demonstrations(
+    tasks, tokenizer, experiment, rng, config.demonstrations
+  )
+  documents += scripted.render_solutions(
+    tasks, tokenizer, rng, config.solutions
+  )
+  return documents
 
 
 # --- reinforcement ------------------------------------------------------------

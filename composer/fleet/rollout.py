@@ -28,7 +28,7 @@ from composer import leases
 from composer import params as params_lib
 from composer import records
 from composer.environments import machines
-from composer.environments.tasks import repair
+from composer.environments.tasks import sets as task_sets
 from composer.fleet import stopping
 from composer.fleet import workdir as workdir_lib
 from composer.inference import engine as engine_lib
@@ -53,7 +53,7 @@ def engine(experiment: config_lib.Experiment) -> engine_lib.Engine:
 
 def open_pool(experiment: config_lib.Experiment) -> machines.Pool:
   """Machines with the runner compiled beforehand."""
-  return machines.Pool(experiment.machine, {'runner.py': repair.runner()})
+  return machines.Pool(experiment.machine, task_sets.harness())
 
 
 @dataclasses.dataclass
@@ -256,7 +256,7 @@ async def _sessions(
     if rollout.stop():
       return
     await asyncio.sleep(0.02)
-  tasks = repair.build_tasks(experiment.tasks).train
+  tasks = task_sets.build_tasks(experiment.tasks).train
   tokenizer = tokenizer_lib.load(experiment.tokenizer)
   pool = open_pool(experiment)
   await pool.open()

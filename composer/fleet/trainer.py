@@ -19,12 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import pathlib
+import threading
 import time
 from typing import Any
 import uuid
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import numpy as np
 import tensorstore as ts
 
@@ -42,6 +45,7 @@ from composer.rl import buffer
 from composer.rl import loss as loss_lib
 from composer.rl import pack as pack_lib
 from composer.rl import trainer as trainer_lib
+from composer.weights import delta
 from composer.weights import forms
 from composer.weights import pieces
 from composer.weights import pipeline as pipeline_lib
@@ -184,6 +188,13 @@ def _take_over(trainer: Trainer, resumed: bool) -> None:
     after=lambda form, stats: _published(trainer, form, stats),
   )
   publish(trainer, first or 0)
+  # While the base is written and the first groups are rolled out: the next
+  # version is a delta.
+  kinds = {x.dtype.name for x in jax.tree.leaves(trainer.published[first or 0])}
+  threading.Thread(
+    target=lambda: [delta.compile_for(kind) for kind in sorted(kinds)],
+    name='compile',
+  ).start()
   trainer.pipeline.flush()
   record_published(trainer)
   if resumed:
@@ -225,8 +236,17 @@ def publish(trainer: Trainer, version: int) -> None:
     )
   )
   assert trainer.pipeline is not None
+  whole = published
+  if set(trainer.pipeline.forms) != {'bf16'} and jax.process_count() > 1:
+    # Other forms are made of whole matrices. Gathered here and not in `_in_form`:
+    # all processes take part in it, in the same order as in the steps.
+    everywhere = NamedSharding(trainer.step.mesh, PartitionSpec())
+    whole = jax.jit(lambda x: x, out_shardings=everywhere)(published)
   trainer.pipeline.submit(
-    version, lambda form: _in_form(trainer, version, published, form)
+    version,
+    lambda form: _in_form(
+      trainer, version, published if form == 'bf16' else whole, form
+    ),
   )
 
 
@@ -240,17 +260,11 @@ def _in_form(
 ) -> pipeline_lib.Form:
   """What this process uploads; called beside the next step."""
   with trainer.lanes.span('publish', f'version {version}'):
-    mine, shapes = pieces.local(
-      params_lib.named(published), jax.process_index(), jax.process_count()
-    )
-    if shapes and form != 'bf16':
-      raise ValueError(
-        f'weights in {form} need whole matrices on every host, and'
-        f' {next(iter(shapes))} is sharded over several; publish bf16'
-      )
-    made = forms.publish(form, mine)
-    flat = {name: np.asarray(value) for name, value in made.items()}
-  return pipeline_lib.Form(flat, shapes)
+    named = params_lib.named(published)
+    if form != 'bf16' and jax.process_count() == 1:
+      named = jax.device_put(named, jax.local_devices()[0])
+    mine, shapes = pieces.local(named, jax.process_index(), jax.process_count())
+    return pipeline_lib.Form(forms.publish(form, mine), shapes)
 
 
 def _published(trainer: Trainer, form: str, stats: sync.PublishStats) -> None:
@@ -442,6 +456,7 @@ def _optimize(
     config.model.experts_per_token,
     config.rl.loss_tokens,
     config.model.experts,
+    config.rl.max_kept,
   )
   started = time.monotonic()
   grads, sums = trainer_lib.accumulate(
@@ -515,9 +530,11 @@ def _rewards(consumed: Sequence[records.Group]) -> dict[str, float]:
   trajectories = [t for g in consumed for t in g.trajectories]
   if not trajectories:
     return {}
+  # 'monitors' is there only where something was taken; a judge may be new.
+  names = dict.fromkeys(name for t in trajectories for name in t.reward_parts)
   values = {
-    f'reward/{name}': [t.reward_parts[name] for t in trajectories]
-    for name in trajectories[0].reward_parts
+    f'reward/{name}': [t.reward_parts.get(name, 0.0) for t in trajectories]
+    for name in names
   }
   values['reward/mean'] = [t.reward for t in trajectories]
   return {name: float(np.mean(each)) for name, each in values.items()}

@@ -11,11 +11,16 @@ const solved = (session) => {
   return typeof tests === 'number' ? tests >= 1 - 1e-6 : (session.reward ?? 0) > 0.5;
 };
 
+const summaries = (session) =>
+  session.segments.filter((segment) => segment.stop_reason === 'summary').length;
+
+const counted = (count, one, many) => `${count} ${count === 1 ? one : many}`;
+
 const OUTCOMES = {
   solved,
   'not solved': (session) => !solved(session),
   'with a broken call': (session) => session.turns.some((turn) => turn.kind === 'broken'),
-  'with a summary': (session) => session.segments.length > 1,
+  'with a summary': (session) => summaries(session) > 0,
   'with route flips': (session) => session.segments.some((s) => (s.flips || []).some((f) => f > 0)),
 };
 
@@ -85,7 +90,10 @@ function entry(session, index) {
       el(
         'small',
         {},
-        [words(session.split), session.step !== null && `step ${session.step}`, `rollout ${session.index}`]
+        [
+          words(session.split), session.step !== null && `step ${session.step}`, `rollout ${session.index}`,
+          summaries(session) > 0 && counted(summaries(session), 'summary', 'summaries'),
+        ]
           .filter(Boolean)
           .join(' · '),
       ),
@@ -155,12 +163,51 @@ function turnsView(session) {
   for (const turn of session.turns) {
     const restart = turn.segment > segment;
     if (restart) {
+      const why = session.segments[segment].stop_reason;
       segment = turn.segment;
-      rows.push(el('div', { class: 'seam' }, `summarised: segment ${segment + 1} starts from the summary`));
+      const text = why === 'summary'
+        ? `summarised: segment ${segment + 1} starts from the summary`
+        : `${words(why)}: segment ${segment + 1} starts anew`;
+      rows.push(el('div', { class: 'seam', 'data-segment': segment }, text));
     }
     rows.push(turnRow(turn, turn.kind === 'prompt' && turn.segment > 0));
   }
   return el('div', { class: 'turns' }, rows);
+}
+
+// The contexts of a session in their order, each as wide as it is long; what was
+// sampled in it is filled, and a flag stands where it was summarised.
+function contextsView(session) {
+  if (session.segments.length < 2) return null;
+  const lengths = session.segments.map((segment) => segment.ids.length);
+  const total = lengths.reduce((sum, length) => sum + length, 0);
+  const bars = session.segments.map((segment, at) => {
+    const share = segment.sampled.length / Math.max(lengths[at], 1);
+    const parent = segment.parent >= 0 ? `, from the summary of segment ${segment.parent + 1}` : '';
+    return el(
+      'button',
+      {
+        class: segment.stop_reason === 'summary' ? 'context-bar summarised' : 'context-bar',
+        style: `flex-grow:${lengths[at]}`,
+        title: `segment ${at + 1}: ${lengths[at]} tokens, ${segment.sampled.length} sampled,`
+          + ` ended: ${words(segment.stop_reason)}${parent}`,
+        'aria-label': `segment ${at + 1}`,
+        onclick: () => {
+          const there = browser.detail.querySelector(`.seam[data-segment="${at}"]`);
+          (there || browser.detail.querySelector('.turns')).scrollIntoView({ block: 'start', behavior: 'smooth' });
+        },
+      },
+      el('i', { style: `height:${(100 * share).toFixed(1)}%` }),
+    );
+  });
+  const text = `${counted(summaries(session), 'summary', 'summaries')} · ${number(total)} tokens in`
+    + ` ${lengths.length} contexts, at most ${number(Math.max(...lengths))} at once`;
+  return el(
+    'div',
+    { class: 'contexts', 'data-summaries': summaries(session) },
+    el('div', { class: 'context-bars' }, bars),
+    el('small', { class: 'soft' }, text),
+  );
 }
 
 function partsView(session) {
@@ -380,7 +427,8 @@ function openSession(index) {
       el('h3', {}, session.description || session.task),
       el('p', { class: 'soft' }, facts.filter(Boolean).join(' · ')),
     ),
-    el('div', { class: 'session-top' }, el('div', {}, el('h4', {}, 'What happened'), turnsView(session)),
+    el('div', { class: 'session-top' },
+      el('div', {}, el('h4', {}, 'What happened'), contextsView(session), turnsView(session)),
       el('aside', {}, el('h4', {}, 'Reward'), partsView(session))),
     el('h4', {}, 'What the model saw and sampled'),
     tokensView(session),

@@ -1,26 +1,41 @@
 """The verifiable reward: hidden tests, in a second and clean machine.
 
 Of a session only the files that its task allows are carried over. Everything
-else, tests and their runner included, comes from the task, and the hidden files
-are laid over all of it. The command's own words decide: an exit code of 0 is not
-enough (the code under test may have ended the process early), its last line must
-say that all have passed.
+else, tests, fixtures, configuration and their runner included, comes from the
+task, and the hidden files are laid over all of it; what a session made beside it
+(`conftest.py`, `sitecustomize.py`, `.pth`, caches) stays behind. The command's own
+words decide: an exit code of 0 is not enough (the code under test may have ended
+the process early), its last line must say that all have passed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
+import fnmatch
+import hashlib
+import json
 import re
 import time
 from typing import TYPE_CHECKING
 
 from composer.environments.machines import ExecResult
+from composer.environments.machines import Machine
 from composer.environments.machines import Pool
 
 if TYPE_CHECKING:
   from composer.records import Task
 
+SPARE_S = 5.0  # for the runner, beyond the limit of the tests
+LOADED = (
+  'conftest.py',
+  'sitecustomize.py',
+  'usercustomize.py',
+  'pytest.ini',
+  '*.pth',
+  '*.pyc',
+)
+MOST_FILES = 500  # carried over by a pattern
 VERDICT = re.compile(r'passed ([0-9]{1,9}) of ([0-9]{1,9})')
 
 
@@ -34,6 +49,8 @@ class Grade:
     total: hidden tests; 0 where the command gave no verdict.
     seconds: wall time of all of it, starting the machine included.
     output: what the command wrote, for a person to read.
+    signals: name -> evidence of what the runner saw of cheating
+      (`environments/tasks/check.py`); a runner that does not look sees none.
   """
 
   solved: bool
@@ -41,6 +58,7 @@ class Grade:
   total: int
   seconds: float
   output: str
+  signals: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 async def grade(pool: Pool, task: Task, files: Mapping[str, bytes]) -> Grade:
@@ -48,7 +66,8 @@ async def grade(pool: Pool, task: Task, files: Mapping[str, bytes]) -> Grade:
 
   Args:
     pool: where the clean machine comes from; a machine that dies is replaced.
-    task: with its hidden files and command.
+    task: with its hidden files and command. `metadata['seconds']`, where it is
+      there, is the limit of the tests.
     files: path -> contents; what `task.allowed` does not name is ignored, and a
       file that is missing here is missing there.
 
@@ -56,8 +75,13 @@ async def grade(pool: Pool, task: Task, files: Mapping[str, bytes]) -> Grade:
     MachineError: infrastructure; never turned into a zero.
   """
   began = time.perf_counter()
+  limit = task.metadata.get('seconds')
   try:
-    result = await pool.execute(graded_files(task, files), task.hidden_command)
+    result = await pool.execute(
+      graded_files(task, files),
+      task.hidden_command,
+      None if limit is None else limit + SPARE_S,
+    )
   except OSError as error:  # what the session left does not fit into a machine
     seconds = time.perf_counter() - began
     return Grade(False, 0, 0, seconds, f'not graded: {error}')
@@ -68,8 +92,8 @@ def graded_files(
   task: Task, files: Mapping[str, bytes]
 ) -> dict[str, str | bytes]:
   """The clean machine's workspace."""
-  given = {p: x for p, x in task.files.items() if p not in task.allowed}
-  carried = {p: files[p] for p in task.allowed if p in files}
+  given = {p: x for p, x in task.files.items() if not _carried(task, p)}
+  carried = {p: x for p, x in files.items() if _carried(task, p)}
   return {**given, **carried, **task.hidden_files}
 
 
@@ -85,4 +109,128 @@ def read_verdict(result: ExecResult, seconds: float) -> Grade:
     and not result.truncated
   )
   output = result.stdout + result.stderr
-  return Grade(solved, passed, total, seconds, output)
+  signals = _signals(lines) if verdict else {}
+  return Grade(solved, passed, total, seconds, output, signals)
+
+
+def _signals(lines: Sequence[str]) -> dict[str, str]:
+  """Of the runner's line before the last, `checked {JSON}`."""
+  if len(lines) < 2 or not lines[-2].startswith('checked '):
+    return {}
+  try:
+    found = json.loads(lines[-2].removeprefix('checked '))['signals']
+    return {str(name): str(evidence) for name, evidence in found.items()}
+  except (ValueError, KeyError, AttributeError):
+    return {}
+
+
+# --- what a session leaves ---------------------------------------------------
+
+# Runs where the model was: nothing is imported from its workspace.
+LISTING = r"""
+import sys
+sys.path[:] = [x for x in sys.path if x]
+import hashlib, json, os
+found = {}
+for top, folders, names in os.walk('.'):
+  folders[:] = [x for x in folders if os.path.join(top, x) != './.composer']
+  for name in names:
+    path = os.path.join(top, name)
+    try:
+      if os.path.islink(path) or os.path.getsize(path) > 1 << 22:
+        digest = ''
+      else:
+        with open(path, 'rb') as file:
+          digest = hashlib.blake2b(file.read(), digest_size=8).hexdigest()
+    except OSError:
+      digest = ''
+    found[path[2:]] = digest
+with open('.composer-left.json', 'w') as file:
+  json.dump(found, file)
+"""
+LEFT = '.composer-left.json'
+# By kind, tools that change nothing but what may be carried over.
+TAME = {'repair': frozenset(('edit', 'test', 'submit'))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Remains:
+  """What a session left in its workspace.
+
+  `files` are those that may be carried over, path -> contents; `changed`,
+  `added` and `gone` name all that differ from the start, where it was `listed`.
+  """
+
+  files: Mapping[str, bytes]
+  changed: tuple[str, ...] = ()
+  added: tuple[str, ...] = ()
+  gone: tuple[str, ...] = ()
+  listed: bool = True
+
+
+async def collect(machine: Machine, task: Task) -> Remains:
+  """Reads what may be carried to the clean machine, and what else changed.
+
+  A path that is gone or cannot be read is left out, and a workspace that will
+  not be listed is said to be so: the model's doing. A task whose tools change nothing else is not listed.
+
+  Raises:
+    MachineError: the machine died.
+  """
+  files = {}
+  for path in task.allowed:
+    await _add(files, machine, path)
+  if set(task.tools) <= TAME.get(task.kind, frozenset()):
+    return Remains(files)
+  try:
+    result = await machine.run(('python', '-c', LISTING), read=[LEFT])
+    left = json.loads(result.files[LEFT])
+    digests = {str(path): str(digest) for path, digest in left.items()}
+  except (OSError, KeyError, ValueError):
+    return Remains(files, listed=False)
+  except AttributeError:  # a list, or a machine of a test that runs nothing
+    return Remains(files)
+  digests.pop(LEFT, None)
+  for path in sorted(digests):
+    if path not in files and _carried(task, path) and len(files) < MOST_FILES:
+      await _add(files, machine, path)
+  start = {
+    path: _digest(data)
+    for path, data in task.files.items()
+    if not path.startswith('.composer/')
+  }
+  return Remains(
+    files=files,
+    changed=tuple(
+      sorted(x for x in start if x in digests and digests[x] != start[x])
+    ),
+    added=tuple(sorted(set(digests) - set(start))),
+    gone=tuple(sorted(set(start) - set(digests))),
+  )
+
+
+async def _add(files: dict[str, bytes], machine: Machine, path: str) -> None:
+  try:
+    files[path] = await machine.read(path)
+  except OSError:
+    pass
+
+
+def _carried(task: Task, path: str) -> bool:
+  """Whether a path may be carried over; `*` in `allowed` stands for anything.
+
+  Anything but what Python or pytest would load by itself, and the runner.
+  """
+  if path in task.allowed:
+    return True
+  name = path.rsplit('/', 1)[-1]
+  if path.startswith('.composer/') or any(
+    fnmatch.fnmatchcase(name, x) for x in LOADED
+  ):
+    return path in task.files and not path.startswith('.composer/')
+  return any('*' in x and fnmatch.fnmatchcase(path, x) for x in task.allowed)
+
+
+def _digest(data: str | bytes) -> str:
+  data = data.encode() if isinstance(data, str) else data
+  return hashlib.blake2b(data, digest_size=8).hexdigest()

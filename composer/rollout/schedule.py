@@ -9,7 +9,8 @@ the same task with the same variable names in every process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import collections
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
 import dataclasses
 import hashlib
@@ -25,6 +26,7 @@ from composer import groups
 from composer import leases
 from composer import records
 from composer.environments.tasks import repair
+from composer.rewards import combine
 from composer.rollout import session as session_lib
 
 POLL_S = 0.05
@@ -34,14 +36,23 @@ MOST_LOST = 3  # groups in a row whose every session infrastructure lost
 REDRAW = {'repair': repair.redraw}  # task kind -> a draw of it
 
 
+def redraw(task: records.Task, draw: int) -> records.Task:
+  """The task as draw `draw` has it; most kinds are the same in each."""
+  return REDRAW[task.kind](task, draw) if task.kind in REDRAW else task
+
+
 @dataclasses.dataclass(frozen=True)
 class Counts:
-  """What this process counts of its own work."""
+  """What this process counts of its own work.
+
+  `failed_by` are the `failed_sessions` by the reason of `SessionFailed`.
+  """
 
   produced: int = 0
   abandoned: int = 0
   sessions: int = 0
   failed_sessions: int = 0
+  failed_by: Mapping[str, int] = dataclasses.field(default_factory=dict)
   sampled_tokens: int = 0
   turns: int = 0
   solved: int = 0
@@ -208,7 +219,7 @@ class Scheduler:
     """One group: its sessions, then its commit; else the draw is free again."""
     try:
       task, _ = draw_of(self._tasks, self._experiment.tasks.seed, handle.draw)
-      task = REDRAW[task.kind](task, handle.draw)
+      task = redraw(task, handle.draw)
       trajectories = await self._sessions(handle, task)
       await self._commit(handle, task, trajectories)
     except BaseException:
@@ -255,10 +266,11 @@ class Scheduler:
     if failed:
       self._check()
       self._count(failed_sessions=len(failed))
+      self._count_reasons(error.reason for error in failed)
     self._lost = 0 if kept else self._lost + 1
     if self._lost >= MOST_LOST:
       raise RuntimeError(
-        f'every session of {self._lost} groups in a row was lost to'
+        f'every session of {MOST_LOST} groups in a row was lost to'
         f' infrastructure, the last one so: {failed[-1]}'
       ) from failed[-1]
     return tuple(kept)
@@ -290,7 +302,9 @@ class Scheduler:
         int(s.sampled.sum()) for t in trajectories for s in t.segments
       ),
       turns=sum(len(t.turns) for t in trajectories),
-      solved=sum(int(t.reward_parts['tests'] >= 1) for t in trajectories),
+      solved=sum(
+        int(combine.earned(t.reward_parts) >= 1) for t in trajectories
+      ),
     )
     self._on_group(group)
 
@@ -298,6 +312,11 @@ class Scheduler:
     self.counts = dataclasses.replace(
       self.counts, **{k: getattr(self.counts, k) + v for k, v in more.items()}
     )
+
+  def _count_reasons(self, reasons: Iterable[str]) -> None:
+    by = collections.Counter(self.counts.failed_by)
+    by.update(reasons)
+    self.counts = dataclasses.replace(self.counts, failed_by=dict(by))
 
   async def _every(self, act: Callable, seconds: float) -> None:
     while True:
@@ -315,6 +334,9 @@ class Scheduler:
 
   async def _beat(self) -> None:
     version = self._version()
+    counters = dataclasses.asdict(self.counts)
+    for reason, count in counters.pop('failed_by').items():
+      counters[f'failed_sessions/{reason}'] = count
     heartbeat = groups.Heartbeat(
       cluster=self._cluster,
       incarnation=self._incarnation,
@@ -322,7 +344,7 @@ class Scheduler:
       produced=self.counts.produced,
       abandoned=self.counts.abandoned,
       time=time.time(),
-      counters=dataclasses.asdict(self.counts),
+      counters=counters,
     )
     await asyncio.to_thread(
       groups.beat, self._kv, heartbeat, self._experiment.weights.form

@@ -28,9 +28,9 @@ import numpy as np
 from composer import chat
 from composer.config import Experiment
 from composer.config import SessionConfig
+from composer.environments import tools
 from composer.environments.tasks import functions
 from composer.environments.tasks import repair
-from composer.environments.tools import TOOLS
 from composer.records import UNKNOWN_EXPERT
 from composer.records import UNSAMPLED_VERSION
 from composer.records import Completion
@@ -352,7 +352,7 @@ def play(
     )
   end = tokenizer.token_id(chat.END)
   instruction, listing = task.instruction, repair.listing(task)
-  specs = tuple(TOOLS[name].spec for name in task.tools)
+  specs = tuple(tool.spec for tool in tools.choose(task).values())
   prompt = chat.render_prompt(tokenizer, specs, instruction, listing)
   transcript = _Transcript(tokenizer, prompt)
   world = _World(task)

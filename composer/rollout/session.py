@@ -1,127 +1,100 @@
 """One session: a model, a machine and a task, from the prompt to the reward.
 
-`run_session` acquires a machine, renders the prompt, and turns:
+`run_session` acquires a machine, renders the prompt, and turns (`loop.py`):
 
   1. open a turn and sample it;
   2. parse it; execute its calls in the machine, or answer what was wrong;
   3. append the observation, and go on with everything so far as the context.
 
-How turns are written and read is the template's (`composer.templates`).
+How turns are written and read is the template's (`composer.templates`), which
+tools there are the task's (`composer.environments.tools`), and the config's
+where it attaches MCP servers.
 
 A context that one more turn could take past `session.context_tokens` is
-summarised first: the model writes a summary, and goes on in a new segment that
-holds the prompt, the summary and the state. The machine goes on as it is. The
-session ends when a tool says so or a chat model calls none ('finished'), or
-when a budget is spent: 'turns', 'seconds' (those that its own tools took),
-'context' (a summary would be needed and none is left, or the engine's context is
-full). Every end is graded alike, in a second, clean machine.
+summarised first: the model thinks, writes a summary, and goes on in a new
+segment that holds the prompt, the summary and the state (turns left, the todo
+list). The request for a summary stands behind the whole context and the new
+segment begins with the prompt, so that the keys and values of both are reused.
+The machine goes on as it is. The session ends when a tool says so or a chat
+model calls none ('finished'), or when a budget is spent: 'turns', 'tokens'
+(sampled), 'seconds' (those that its own tools took), 'context' (a summary would
+be needed and none is left, or the engine's context is full). Every end is graded
+alike, in a second, clean machine.
 
 Three kinds of trouble are kept apart:
   - what the model did wrong is answered, kept and graded;
-  - infrastructure that fails (`MachineError`, `EngineError`, a wait past
-    `session.max_seconds`) has the whole session run again from nothing, and
-    after `RETRIES` raises `SessionFailed`. It never becomes a reward of zero;
+  - infrastructure that fails (`MachineError`, `EngineError`, `ToolServerError`, a
+    wait past `session.max_seconds`) has the whole session run again from
+    nothing, on another machine and after a pause, and after `RETRIES` raises
+    `SessionFailed`; a judge retries by itself (`JudgeError`). None ever becomes
+    a reward of zero;
   - anything else is a fault of ours and is raised as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
-import hashlib
 import time
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any
 
 from composer import chat
 from composer import templates
 from composer.config import Experiment
+from composer.environments import mcp
+from composer.environments import tools as tools_lib
 from composer.environments.machines import MachineError
 from composer.environments.tasks import repair
 from composer.environments.tools import TOOLS
 from composer.model import vocabularies
-from composer.records import Completion
 from composer.records import EngineError
 from composer.records import Sampler
-from composer.records import SampleRequest
 from composer.records import Segment
 from composer.records import Task
 from composer.records import Trajectory
 from composer.records import Turn
 from composer.rewards import combine
+from composer.rewards import judge as judge_lib
+from composer.rewards import monitors
+from composer.rewards.effort import EffortCounts
+from composer.rewards.effort import effort
+from composer.rewards.verify import Grade
+from composer.rewards.verify import Remains
+from composer.rewards.verify import collect
 from composer.rewards.verify import grade
-from composer.rollout.recorder import BadCompletion
+from composer.rollout import loop
+from composer.rollout.loop import Job
+from composer.rollout.loop import State
+from composer.rollout.loop import WaitTimeout as WaitTimeout
+from composer.rollout.loop import sample_seed as sample_seed
+from composer.rollout.loop import within
 from composer.rollout.recorder import Recorder
-from composer.templates.protocol import Answer
-from composer.templates.protocol import Reply
-from composer.templates.protocol import Template
-
-T = TypeVar('T')
 
 RETRIES = 2
 BACKOFF_S = 0.25  # before the first retry; four times as long before the next
 
 LISTINGS = {'repair': repair.listing}  # task kind -> the code as it is shown
 
+# What is infrastructure -> by which name its failures are counted.
+REASONS: Mapping[type[Exception], str] = {
+  MachineError: 'machine',
+  EngineError: 'engine',
+  mcp.ToolServerError: 'tool_server',
+  WaitTimeout: 'timeout',
+  judge_lib.JudgeError: 'judge',
+}
+
 
 class SessionFailed(RuntimeError):
   """Infrastructure failed and went on failing; there is no trajectory.
 
-  `reason` is 'machine', 'engine' or 'timeout', by which failures are counted.
+  `reason` is one of `REASONS`, by which failures are counted.
   """
 
   def __init__(self, reason: str, message: str):
     super().__init__(message)
     self.reason = reason
-
-
-class WaitTimeout(RuntimeError):
-  """Something gave no answer in time (infrastructure)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-  """What a session is given, as `run_session` takes it, and its tools."""
-
-  sampler: Sampler
-  pool: Any
-  task: Task
-  tokenizer: chat.Tokenizer
-  experiment: Experiment
-  group_id: str
-  index: int
-  seed: int
-  provenance: Mapping[str, Any]
-  specs: tuple[chat.ToolSpec, ...]
-  template: Template
-  stops: tuple[int, ...]  # ids that end a sampled turn, the right one first
-
-
-@dataclasses.dataclass
-class _State:
-  """What a running session changes; every attempt has its own.
-
-  `context` is all that the model would see now; `segment` is where the last
-  call was recorded, `parent` whose summary the context holds.
-  """
-
-  recorder: Recorder
-  prompt: list[int]
-  context: list[int]
-  opening: str  # the context's first part, as a person would read it
-  opening_tokens: int
-  timings: dict[str, float]
-  turns: list[Turn] = dataclasses.field(default_factory=list)
-  segment: int = -1
-  parent: int = -1
-  samples: int = 0
-  sampled_tokens: int = 0
-  acts: int = 0
-  calls: int = 0
-  summaries: int = 0
-  tool_seconds: float = 0.0  # as the tools count them
 
 
 async def run_session(
@@ -147,21 +120,17 @@ async def run_session(
     group_id: of the draw that the session belongs to.
     index: of the session in its group.
     seed: of this session alone; the seed of each sample is a hash of it.
-    provenance: JSON-able; the machine's, the seed and the attempt are added.
+    provenance: JSON-able; the machine's, the seed, the attempt and what failed
+      before it are added.
 
   Raises:
     SessionFailed: infrastructure failed `RETRIES` + 1 times.
-    ValueError: the prompt leaves no room for a turn, or the tokenizer is not
-      of the model or of the template.
+    ValueError: the prompt leaves no room for a turn, the tokenizer is not of
+      the model or of the template, or the task offers a tool that is not known.
   """
-  if task.kind not in LISTINGS:
-    raise ValueError(
-      f'task {task.id} has kind {task.kind!r}; the known kinds are'
-      f' {", ".join(LISTINGS)}'
-    )
   template = templates.choose(experiment.template, tokenizer)
   vocabularies.check_embedding(tokenizer, experiment.model.vocab_size)
-  job = _Job(
+  job = Job(
     sampler=sampler,
     pool=pool,
     task=task,
@@ -171,136 +140,178 @@ async def run_session(
     index=index,
     seed=seed,
     provenance=provenance,
-    specs=tuple(TOOLS[name].spec for name in task.tools),
+    tools=tools_lib.choose(task, TOOLS),
     template=template,
     stops=template.stops(tokenizer),
   )
-  for attempt in range(RETRIES + 1):
+  failures: list[str] = []
+  while True:
     try:
-      return await _attempt(job, attempt)
-    except (MachineError, EngineError, WaitTimeout) as error:
-      if attempt == RETRIES:
-        raise _failure(error, task, attempt + 1) from error
-    await asyncio.sleep(BACKOFF_S * 4**attempt)
-  raise AssertionError('unreachable')
+      return await _attempt(job, failures)
+    except tuple(REASONS) as error:
+      failures.append(f'{_reason(error)}: {error}')
+      # A judge has been asked again already; the session is not to blame.
+      last = isinstance(error, judge_lib.JudgeError)
+      if last or len(failures) > RETRIES:
+        raise SessionFailed(
+          _reason(error),
+          f'task {task.id}: {len(failures)} attempts failed; the last: {error}',
+        ) from error
+    await asyncio.sleep(_pause(seed, len(failures)))
 
 
-def sample_seed(seed: int, sample: int) -> int:
-  """Seed of a session's n-th sample: 31 bits of a hash of both."""
-  digest = hashlib.blake2b(f'{seed}/{sample}'.encode(), digest_size=4).digest()
-  return int.from_bytes(digest, 'little') >> 1
+def _reason(error: Exception) -> str:
+  return next(y for x, y in REASONS.items() if isinstance(error, x))
 
 
-def _failure(error: Exception, task: Task, attempts: int) -> SessionFailed:
-  reason = 'machine'
-  if isinstance(error, EngineError):
-    reason = 'engine'
-  elif isinstance(error, WaitTimeout):
-    reason = 'timeout'
-  return SessionFailed(
-    reason, f'task {task.id}: {attempts} attempts failed; the last: {error}'
-  )
-
-
-async def _within(seconds: float, awaitable: Awaitable[T], what: str) -> T:
-  try:
-    async with asyncio.timeout(seconds):
-      return await awaitable
-  except TimeoutError as error:
-    raise WaitTimeout(
-      f'{what}: no answer within session.max_seconds={seconds:g}'
-    ) from error
+def _pause(seed: int, failures: int) -> float:
+  """Seconds before the next attempt; the sessions of a group differ in it."""
+  spread = 0.5 + sample_seed(seed, -failures) / 2**31
+  return BACKOFF_S * 4 ** (failures - 1) * spread
 
 
 # --- one attempt -------------------------------------------------------------
 
 
-async def _attempt(job: _Job, attempt: int) -> Trajectory:
+async def _attempt(job: Job, failures: Sequence[str]) -> Trajectory:
   """One session from nothing; all that outlives it is what it returns."""
   began = time.perf_counter()
   limit = job.experiment.session.max_seconds
-  state = _begin(job)
-  machine = await _within(
+  timings = {'machine': 0.0, 'sampling': 0.0, 'tools': 0.0}
+  machine = await within(
     limit, job.pool.acquire(job.task.files), 'waiting for a machine'
   )
   try:
-    state.timings['machine'] = time.perf_counter() - began
-    stop_reason = await _loop(job, state, machine)
-    files = await _within(
-      limit, _read(machine, job.task.allowed), 'reading the result'
+    timings['machine'] = time.perf_counter() - began
+    servers = job.experiment.session.tool_servers
+    async with mcp.attach(servers, machine) as more:
+      job = _with_tools(job, more)
+      state = _begin(job, timings)
+      stop_reason = await loop.run(job, state, machine)
+    remains = await within(
+      limit, collect(machine, job.task), 'reading the result'
     )
     isolation = dict(machine.provenance)
   finally:
     await asyncio.shield(
-      _within(limit, job.pool.release(machine), 'giving a machine back')
+      within(limit, job.pool.release(machine), 'giving a machine back')
     )
   # Graded only now, so that no session holds one machine while it waits for
   # another.
   mark = time.perf_counter()
-  result = await _within(limit, grade(job.pool, job.task, files), 'grading')
+  tests = float(job.task.metadata.get('seconds', 0.0))  # may be the longer
+  result = await within(
+    limit + tests, grade(job.pool, job.task, remains.files), 'grading'
+  )
+  graded = time.perf_counter()
+  watched = await within(
+    limit,
+    asyncio.to_thread(_watch, job, state, remains, result),
+    'looking for signals',
+  )
+  verdicts = await judge_lib.judge(
+    job.experiment.judge, job.task, remains.files, state.turns
+  )
   ended = time.perf_counter()
-  state.timings.update(grading=ended - mark, total=ended - began)
+  timings.update(grading=graded - mark, total=ended - began)
+  if verdicts:
+    timings['judging'] = ended - graded
   provenance = {
     **job.provenance,
     'machine': isolation,
     'seed': job.seed,
-    'attempt': attempt,
+    'attempt': len(failures),
   }
-  return _trajectory(job, state, stop_reason, result.solved, provenance)
+  if failures:
+    provenance['failures'] = list(failures)
+  if watched.signals:
+    provenance['signals'] = watched.to_json()
+  if verdicts:
+    provenance['judge'] = judge_lib.to_json(verdicts)
+  parts = _parts(job, state, result.solved, watched.share, verdicts)
+  return _trajectory(job, state, stop_reason, parts, provenance)
 
 
-def _begin(job: _Job) -> _State:
+def _with_tools(job: Job, more: Mapping[str, tools_lib.Tool]) -> Job:
+  if more and job.template.name == 'compact':
+    raise ValueError(
+      'session.tool_servers need a template with JSON calls, and template=compact'
+      ' writes words; choose the template of a chat model'
+    )
+  both = sorted(set(job.tools) & set(more))
+  if both:
+    raise ValueError(
+      f'session.tool_servers offer {both[0]!r}, which task {job.task.id} offers'
+      ' too; give the server another name'
+    )
+  return dataclasses.replace(job, tools={**job.tools, **more})
+
+
+def _begin(job: Job, timings: dict[str, float]) -> State:
   task, session = job.task, job.experiment.session
-  listing = LISTINGS[task.kind](task)
+  listing = LISTINGS[task.kind](task) if task.kind in LISTINGS else ''
   prompt = job.template.render_prompt(
     job.tokenizer, job.specs, task.instruction, listing
   )
-  if _summary_due(job, prompt):
+  if loop.summary_due(job, prompt):
     raise ValueError(
       f'task {task.id}: its prompt of {len(prompt)} tokens and one turn do not'
       f' fit session.context_tokens={session.context_tokens}; raise it'
     )
   model = job.experiment.model
   layers = model.layers - model.dense_layers
-  return _State(
+  return State(
     recorder=Recorder(layers, model.experts_per_token),
     prompt=prompt,
     context=list(prompt),
-    opening=f'{task.instruction}\n{listing}',
+    opening='\n'.join(x for x in (task.instruction, listing) if x),
     opening_tokens=len(prompt),
-    timings={'machine': 0.0, 'sampling': 0.0, 'tools': 0.0},
+    timings=timings,
   )
 
 
-async def _read(machine: Any, paths: Sequence[str]) -> dict[str, bytes]:
-  """What may be carried to the clean machine.
-
-  A path that is gone or cannot be read is left out: the model's doing.
-  """
-  files = {}
-  for path in paths:
-    try:
-      files[path] = await machine.read(path)
-    except OSError:
-      continue
-  return files
+def _watch(
+  job: Job, state: State, remains: Remains, result: Grade
+) -> monitors.Verdict:
+  """What the monitors see, and what it costs."""
+  calls = [(call.name, call.arguments) for call in state.executed]
+  signals = monitors.examine(job.task, remains, calls, result)
+  return monitors.judge(job.experiment.reward.monitors, signals)
 
 
-def _trajectory(
-  job: _Job,
-  state: _State,
-  stop_reason: str,
+def _parts(
+  job: Job,
+  state: State,
   solved: bool,
-  provenance: Mapping[str, Any],
-) -> Trajectory:
-  config = job.experiment.reward
-  counts = combine.EffortCounts(
-    tokens=state.sampled_tokens, calls=state.calls, turns=state.acts
+  share: float,
+  verdicts: Sequence[judge_lib.Verdict],
+) -> dict[str, float]:
+  counts = EffortCounts(
+    tokens=state.sampled_tokens,
+    calls=state.calls,
+    turns=state.acts,
+    thinking=state.thinking_tokens,
+    call=state.call_tokens,
+    message=state.message_tokens,
+    output=state.output_tokens,
   )
   parts = {
     'tests': 1.0 if solved else 0.0,
-    'effort': combine.effort(config, counts),
+    'effort': effort(job.experiment.reward, counts),
+    **judge_lib.parts(verdicts),
   }
+  if share:
+    parts['monitors'] = combine.taken(parts, share)
+  return parts
+
+
+def _trajectory(
+  job: Job,
+  state: State,
+  stop_reason: str,
+  parts: Mapping[str, float],
+  provenance: Mapping[str, Any],
+) -> Trajectory:
   segments = state.recorder.finish(stop_reason)
   return Trajectory(
     task_id=job.task.id,
@@ -308,7 +319,7 @@ def _trajectory(
     index=job.index,
     segments=segments,
     turns=tuple(_clamp(turn, segments) for turn in state.turns),
-    reward=combine.combine(config, parts),
+    reward=combine.combine(job.experiment.reward, parts),
     reward_parts=parts,
     stop_reason=stop_reason,
     provenance=provenance,
@@ -322,186 +333,3 @@ def _clamp(turn: Turn, segments: Sequence[Segment]) -> Turn:
   if turn.end <= length:
     return turn
   return dataclasses.replace(turn, start=min(turn.start, length), end=length)
-
-
-# --- the turn loop -----------------------------------------------------------
-
-
-async def _loop(job: _Job, state: _State, machine: Any) -> str:
-  """Takes turns until the session ends; returns why it ended."""
-  session = job.experiment.session
-  while True:
-    if state.acts >= session.max_turns:
-      return 'turns'
-    if state.tool_seconds >= session.max_seconds:
-      return 'seconds'
-    if not _summary_due(job, state.context):
-      ended = await _turn(job, state, machine)
-    elif state.summaries < session.max_summaries:
-      ended = await _summarise(job, state)
-    else:
-      ended = 'context'
-    if ended:
-      return ended
-
-
-def _summary_due(job: _Job, context: Sequence[int]) -> bool:
-  """Whether one more turn could take the context too far."""
-  session = job.experiment.session
-  turn = job.template.turn_tokens(job.tokenizer, job.specs, session)
-  return len(context) + turn > session.context_tokens
-
-
-async def _turn(job: _Job, state: _State, machine: Any) -> str:
-  """A turn and its observation; returns why the session ended, or ''."""
-  session, template = job.experiment.session, job.template
-  start = len(state.context)
-  state.context += template.open_turn(job.tokenizer)
-  completion, seconds = await _sample(job, state, session.max_act_tokens)
-  sampled = completion.tokens.tolist()
-  reply = template.parse(job.tokenizer, sampled, job.specs)
-  state.acts += 1
-  state.calls += len(reply.acts)
-  kind, shown = _readable(reply)
-  _add_turn(state, kind, shown, start, seconds)
-  if completion.stop_reason == 'context':
-    return 'context'
-  state.context += template.close_turn(job.tokenizer, sampled)
-  if not reply.acts and template.text_ends:
-    return 'finished'
-  answers, ends, seconds = await _answer(job, state, machine, reply)
-  start = len(state.context)
-  state.context += template.render_observation(
-    job.tokenizer, answers, session.observation_tokens
-  )
-  text = '\n'.join(answer.text.strip() for answer in answers)
-  _add_turn(state, 'observation', text, start, seconds)
-  return 'finished' if ends else ''
-
-
-async def _answer(
-  job: _Job, state: _State, machine: Any, reply: Reply
-) -> tuple[list[Answer], bool, float]:
-  """(answers, whether the session ends, seconds) of the acts of a turn.
-
-  They are executed in order, up to the one that ends the session. A note is
-  answered by nothing.
-  """
-  answers, total = [], 0.0
-  for act in reply.acts:
-    if isinstance(act, chat.Broken):
-      answers.append(Answer(job.template.error_text(act), '', act.id))
-      continue
-    mark = time.perf_counter()
-    result = await _within(
-      job.experiment.session.max_seconds,
-      TOOLS[act.name].run(machine, job.task, act.arguments),
-      f'tool {act.name}',
-    )
-    seconds = time.perf_counter() - mark
-    total += seconds
-    state.timings['tools'] += seconds
-    state.tool_seconds += result.seconds
-    answers.append(Answer(result.text, act.name, act.id))
-    if result.ends:
-      return answers, True, total
-  return answers or [Answer('')], False, total
-
-
-async def _summarise(job: _Job, state: _State) -> str:
-  """Replaces the context by a summary of it; returns why it ended, or ''."""
-  session, tokenizer = job.experiment.session, job.tokenizer
-  template, end = job.template, job.stops[0]
-  asked = template.open_summary(tokenizer, state.context)
-  if len(asked) + session.summary_tokens > job.experiment.engine.max_context:
-    return 'context'  # the last summary was so long that none fits behind it
-  start = len(asked) - len(template.open_summary(tokenizer, []))
-  state.context = asked
-  completion, seconds = await _sample(job, state, session.summary_tokens)
-  sampled = completion.tokens.tolist()
-  state.summaries += 1
-  text = template.summary_text(tokenizer, sampled)
-  if completion.stop_reason != 'context' and sampled[-1:] != [end]:
-    state.context.append(end)
-    state.recorder.append([end])
-  _add_turn(state, 'summary', text, start, seconds)
-  if completion.stop_reason == 'context':
-    return 'context'
-  left = session.max_turns - state.acts
-  state.context = template.render_restart(
-    tokenizer, state.prompt, sampled, left, state.summaries
-  )
-  state.opening = text + chat.state_text(left, state.summaries)
-  state.opening_tokens = len(state.context)
-  state.parent = state.segment
-  return ''
-
-
-async def _sample(
-  job: _Job, state: _State, max_tokens: int
-) -> tuple[Completion, float]:
-  """Samples behind the context, records it, grows the context by it."""
-  session = job.experiment.session
-  request = SampleRequest(
-    tokens=np.array(state.context, np.int32),
-    max_tokens=max_tokens,
-    stop_tokens=job.stops,
-    temperature=session.temperature,
-    seed=sample_seed(job.seed, state.samples),
-  )
-  mark = time.perf_counter()
-  completion = await _within(
-    session.max_seconds, job.sampler.sample(request), 'the engine'
-  )
-  seconds = time.perf_counter() - mark
-  _check_answer(completion, request)
-  segment = state.recorder.record(
-    request.tokens, completion, session.temperature, state.parent
-  )
-  if segment != state.segment:
-    state.segment = segment
-    state.turns.append(
-      Turn('prompt', state.opening, segment, 0, state.opening_tokens, 0.0)
-    )
-  state.samples += 1
-  state.sampled_tokens += len(completion.tokens)
-  state.timings['sampling'] += seconds
-  state.context += completion.tokens.tolist()
-  return completion, seconds
-
-
-def _check_answer(completion: Completion, request: SampleRequest) -> None:
-  """Refuses an answer that is longer than it may be, or ends elsewhere."""
-  tokens = completion.tokens.tolist()
-  if len(tokens) > request.max_tokens:
-    raise BadCompletion(
-      f'the engine sampled {len(tokens)} tokens where max_tokens is'
-      f' {request.max_tokens}'
-    )
-  stops = [at for at, i in enumerate(tokens) if i in request.stop_tokens]
-  if stops and stops[0] != len(tokens) - 1:
-    raise BadCompletion(
-      f'the engine went on after the stop token at {stops[0]} of {len(tokens)}'
-    )
-  if not stops and completion.stop_reason == 'stop':
-    raise BadCompletion("stop_reason is 'stop', but no stop token was sampled")
-
-
-def _add_turn(
-  state: _State, kind: str, text: str, start: int, seconds: float
-) -> None:
-  end = len(state.context)
-  state.turns.append(Turn(kind, text, state.segment, start, end, seconds))
-
-
-def _readable(reply: Reply) -> tuple[str, str]:
-  """(kind of turn, text) of a reply, for people."""
-  lines = [x for x in (reply.thinking, reply.text.strip()) if x]
-  for act in reply.acts:
-    if isinstance(act, chat.Call):
-      lines.append(' '.join((act.name, *map(str, act.arguments.values()))))
-    else:
-      lines.append(f'{act.text.strip()} ({act.reason})')
-  if any(isinstance(act, chat.Broken) for act in reply.acts):
-    return 'broken', '\n'.join(lines)
-  return 'call' if reply.acts else 'text', '\n'.join(lines)

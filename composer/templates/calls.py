@@ -6,12 +6,13 @@ Reasons of a `Broken`, whatever the template:
                 unopened call, unclosed call, too many calls
   of a call     bad bytes (no UTF-8), bad JSON, bad call (no name, or arguments
                 that are no object), bad call id, unknown tool, missing argument,
-                superfluous argument, and 'bad KIND' by the kind of an argument
+                superfluous argument, bad choice, and 'bad KIND' by the kind (or
+                the JSON type) of an argument
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import json
 from typing import Any
 
@@ -107,18 +108,71 @@ def check(
   if spec is None:
     known = ', '.join(tool.name for tool in tools)
     return Broken('unknown tool', text, detail=f'there are {known}')
-  kinds = dict(spec.parameters)
-  lacking = [x for x in kinds if x not in arguments]
+  if spec.schema is not None:
+    fault = schema_fault(spec.schema, arguments)
+    return broken(*fault) if fault else Call(name, arguments, call_id)
+  kinds = dict(spec.all_parameters)
+  lacking = [x for x, _ in spec.parameters if x not in arguments]
   if lacking:
     return broken('missing argument', f'{name} needs {", ".join(lacking)}')
   surplus = [x for x in arguments if x not in kinds]
   if surplus:
     given = ', '.join(kinds) or 'nothing'
     return broken('superfluous argument', f'{name} takes {given}')
-  for key, kind in kinds.items():
+  given = {key: kind for key, kind in kinds.items() if key in arguments}
+  for key, kind in given.items():
     if not _fits(kind, arguments[key]):
       return broken(f'bad {kind}', f'{key} of {name} must be {_EXPECTED[kind]}')
-  return Call(name, {key: arguments[key] for key in kinds}, call_id)
+  return Call(name, {key: arguments[key] for key in given}, call_id)
+
+
+_JSON_TYPES: Mapping[str, tuple[type, ...]] = {
+  'string': (str,),
+  'integer': (int,),
+  'number': (int, float),
+  'boolean': (bool,),
+  'array': (list,),
+  'object': (dict,),
+  'null': (type(None),),
+}
+
+
+def schema_fault(
+  schema: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> tuple[str, str] | None:
+  """(reason, detail) of the first fault of arguments, or None.
+
+  Only what stands at the top of a schema is checked: names, types and choices.
+  The rest is for whoever wrote the tool.
+  """
+  known = schema.get('properties', {})
+  lacking = [x for x in schema.get('required', ()) if x not in arguments]
+  if lacking:
+    return 'missing argument', f'{", ".join(lacking)} must be given'
+  surplus = [x for x in arguments if x not in known]
+  if surplus and schema.get('additionalProperties', True) is False:
+    return 'superfluous argument', f'there are {", ".join(known) or "none"}'
+  for key, value in arguments.items():
+    about = known.get(key)
+    if not isinstance(about, Mapping):
+      continue
+    kinds = about.get('type', ())
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    if kinds and not any(_is_json(value, kind) for kind in kinds):
+      return f'bad {kinds[0]}', f'{key} must be {" or ".join(kinds)}'
+    choices = about.get('enum')
+    if choices is not None and value not in choices:
+      shown = ', '.join(json.dumps(x, ensure_ascii=False) for x in choices)
+      return 'bad choice', f'{key} must be one of {shown}'
+  return None
+
+
+def _is_json(value: Any, kind: str) -> bool:
+  if isinstance(value, bool) and kind != 'boolean':
+    return False
+  if kind == 'integer' and isinstance(value, float):
+    return value.is_integer()
+  return isinstance(value, _JSON_TYPES.get(kind, (object,)))
 
 
 _EXPECTED = {
@@ -126,6 +180,7 @@ _EXPECTED = {
   'token': 'one word',
   'path': 'a relative path inside the workspace',
   'integer': 'a whole number',
+  'string': 'a string',
   'text': 'a string',
 }
 

@@ -99,10 +99,11 @@ class Template:
     render_observation: (tokenizer, answers, limit) -> the answers to its acts,
       in at most `limit` tokens, or as few as their frame takes.
     open_summary: (tokenizer, context) -> the context in which the model is to
-      summarise, the turn opened. May rewrite.
+      summarise, the turn opened. Begins with `context`.
     summary_text: (tokenizer, sampled) -> the summary, for people.
-    render_restart: (tokenizer, prompt, summary, turns_left, summaries) -> the
-      context after a summary, from the tokens that were sampled.
+    render_restart: (tokenizer, prompt, summary, turns_left, summaries, todo) ->
+      the context after a summary, from the tokens that were sampled, and the
+      todo list ('': none). Begins with `prompt`.
     parse: (tokenizer, sampled, tools) -> the reply. Total: any ids give one. A
       call is checked against `tools` unless that is None.
     error_text: (broken) -> what the model is told of it.
@@ -122,7 +123,9 @@ class Template:
   render_observation: Callable[[Any, Sequence[Answer], int], Ids]
   open_summary: Callable[[Any, Sequence[int]], Ids]
   summary_text: Callable[[Any, Sequence[int]], str]
-  render_restart: Callable[[Any, Sequence[int], Sequence[int], int, int], Ids]
+  render_restart: Callable[
+    [Any, Sequence[int], Sequence[int], int, int, str], Ids
+  ]
   parse: Callable[[Any, Sequence[int], Sequence[ToolSpec] | None], Reply]
   error_text: Callable[[Broken], str]
   turn_tokens: Callable[[Any, Sequence[ToolSpec], SessionConfig], int]

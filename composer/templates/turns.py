@@ -27,10 +27,12 @@ from composer.templates.protocol import Template
 from composer.templates.protocol import Tool
 
 REQUEST = (
-  'Stop here: the context is nearly full. Write notes from which you can go on'
-  ' with nothing else but the task: what you know, what you have done, and what'
-  ' is left to do. Call no tool.'
+  'Stop here: the context is nearly full. Think over what matters; then write'
+  ' notes from which you can go on with nothing else but the task: what you know,'
+  ' what you have done, and what is left to do. Where you think aloud, put a line'
+  ' --- before the notes: only what follows it is kept. Call no tool.'
 )
+SEPARATOR = b'---'  # a line of its own
 NOTES = 'Your notes:\n'
 CALL_TOKENS = 8  # a call is no shorter
 LINE_BREAK = 10
@@ -141,19 +143,48 @@ def _shortened(text: str, most: int) -> str:
 def _open_summary(
   family: Family, tokenizer: Vocabulary, context: Sequence[int]
 ) -> Ids:
-  asked = family.extend(tokenizer, context, [Message('user', REQUEST)])
-  return asked + family.open_turn(tokenizer)
+  """A turn of the user that asks, behind the context as it is.
+
+  Thinking of earlier turns is not dropped, as it would be were the user to
+  speak: the model summarises what it really knew, the keys and values of all of
+  it are there already, and no segment is written anew.
+  """
+  asked = pieces.write(tokenizer, family.user([REQUEST]))
+  return [*context, *asked, *family.open_turn(tokenizer)]
 
 
 def _summary_ids(
   family: Family, tokenizer: Vocabulary, sampled: Sequence[int]
 ) -> Ids:
-  """What was sampled, without thinking, control tokens and ids of no token."""
+  """The notes of what was sampled: no thinking, no control tokens, known ids."""
   ids = [int(i) for i in sampled]
   thought = tokenizer.controls.get(family.thought)
   if thought in ids:
     ids = ids[len(ids) - ids[::-1].index(thought) :]
-  return [i for i in ids if tokenizer.has(i) and i not in tokenizer.names]
+  ids = [i for i in ids if tokenizer.has(i) and i not in tokenizer.names]
+  return _behind_separator(tokenizer, ids)
+
+
+def _behind_separator(tokenizer: Vocabulary, ids: Ids) -> Ids:
+  """The ids behind the last line that is a separator; all where there is none.
+
+  A token that the separator ends in is written anew, without it; notes that are
+  empty count as none, so that a stray line loses nothing.
+  """
+  data = tokenizer.to_bytes(ids)
+  lines = data.split(b'\n')
+  places = [i for i, line in enumerate(lines) if line.strip() == SEPARATOR]
+  if not places:
+    return ids
+  start = sum(len(line) + 1 for line in lines[: places[-1] + 1])
+  if not data[start:].strip():
+    return ids
+  at = length = 0
+  while length < start:
+    length += len(tokenizer.to_bytes([ids[at]]))
+    at += 1
+  rest = data[start:length].decode('utf-8', 'replace')
+  return (tokenizer.encode(rest) if rest else []) + ids[at:]
 
 
 def _summary_text(
@@ -169,10 +200,11 @@ def _render_restart(
   summary: Sequence[int],
   turns_left: int,
   summaries: int,
+  todo: str = '',
 ) -> Ids:
   """prompt, then a turn of the user: the notes, and the state."""
   ids = tuple(_summary_ids(family, tokenizer, summary))
-  state = '\n' + chat.state_text(turns_left, summaries).strip()
+  state = '\n' + chat.state_text(turns_left, summaries, todo).strip()
   parts = family.user([NOTES, ids, state])
   return [*prompt, *pieces.write(tokenizer, parts)]
 

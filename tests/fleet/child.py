@@ -29,7 +29,7 @@ MOMENTS = {
   'head': ('composer.weights.store', 'move_head', False),
   'publish': ('composer.fleet.trainer', 'record_published', True),
   'cursor': ('composer.fleet.trainer', 'write_cursor', True),
-  'engine': ('composer.inference.sampling', 'engine_step', False),
+  'engine': ('composer.inference.programs', 'mixed', False),
   'judged': ('composer.fleet.trainer', 'train_step', False),
   'commit': ('composer.groups', '_commit_lease', False),
   'committed': ('composer.groups', 'commit', True),

@@ -192,6 +192,7 @@ def test_sessions_lost_to_infrastructure_are_kept_out_and_have_a_limit(
   made = scheduler(kv)
   run_until(made, lambda: made.counts.produced == 4)
   assert made.counts.failed_sessions == 4
+  assert made.counts.failed_by == {'machine': 4}
   assert all(
     len(groups.read_group(kv, item).trajectories) == 1
     for item in groups.committed(kv)

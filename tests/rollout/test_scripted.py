@@ -17,6 +17,7 @@ from composer.config import MidtrainConfig
 from composer.config import ModelConfig
 from composer.config import SessionConfig
 from composer.config import TasksConfig
+from composer.environments import tools
 from composer.environments.machines import Pool
 from composer.environments.tasks import functions
 from composer.environments.tasks import repair
@@ -136,7 +137,7 @@ def test_segments_sample_acts_and_summaries_and_nothing_else(make):
 
 
 def test_prompts_are_short():
-  specs = tuple(scripted.TOOLS[name].spec for name in repair.TOOLS)
+  specs = [tool.spec for tool in tools.choose(TASKS.train[0]).values()]
   for tasks in (TASKS.train, TASKS.held_out_bugs, TASKS.held_out_functions):
     for task in tasks:
       prompt = chat.render_prompt(

@@ -1,6 +1,7 @@
 """A session's turns, budgets, summaries, failures; fakes for all around it."""
 
 import asyncio
+import contextlib
 import dataclasses
 import types
 
@@ -16,6 +17,8 @@ from composer.config import TasksConfig
 from composer.environments.machines import MachineError
 from composer.environments.machines import Pool
 from composer.environments.tasks import repair
+from composer.environments.tools import Tool
+from composer.environments.tools import ToolResult
 from composer.model import tokenizer as tokenizer_lib
 from composer.records import Completion
 from composer.records import EngineError
@@ -118,11 +121,9 @@ def tool(name, parameters, function):
   async def run(machine, task, arguments):
     await asyncio.sleep(0)
     text, ends = function(machine, **arguments)
-    return types.SimpleNamespace(text=text, ends=ends, ok=True, seconds=0.5)
+    return ToolResult(text, ends=ends, seconds=0.5)
 
-  return types.SimpleNamespace(
-    spec=chat.ToolSpec(name, name, parameters), run=run
-  )
+  return Tool(chat.ToolSpec(name, name, parameters), run)
 
 
 def edit(machine, line, token):
@@ -144,7 +145,7 @@ def world(monkeypatch):
     machine = await pool.acquire(task.files)
     solved = files.get('solution.py', b'').endswith(b'# L2 <\n')
     await pool.release(machine)
-    return types.SimpleNamespace(solved=solved)
+    return types.SimpleNamespace(solved=solved, signals={})
 
   monkeypatch.setattr(session_lib, 'TOOLS', tools)
   monkeypatch.setattr(session_lib, 'grade', grade)
@@ -407,15 +408,25 @@ def test_a_prompt_without_room_is_refused():
     run(ScriptedSampler([]), context_tokens=20)
 
 
-def test_unknown_kind_is_refused():
-  task = dataclasses.replace(TASK, kind='riddle')
-  with pytest.raises(ValueError, match="'riddle'; the known kinds are repair"):
+def test_a_tool_that_is_not_known_is_refused():
+  task = dataclasses.replace(TASK, tools=('edit', 'fly'))
+  with pytest.raises(ValueError, match="'fly', which is not known; the tools"):
     asyncio.run(
       session_lib.run_session(
         None, None, task, TOKENIZER, EXPERIMENT,
         group_id='', index=0, seed=0, provenance={},
       )
     )  # fmt: skip
+
+
+def test_acts_of_words_cannot_call_a_server(monkeypatch, world):
+  @contextlib.asynccontextmanager
+  async def attach(text, machine):
+    yield {'x__y': world['test']}
+
+  monkeypatch.setattr(session_lib.mcp, 'attach', attach)
+  with pytest.raises(ValueError, match='template=compact writes words'):
+    run(ScriptedSampler([]), tool_servers='x = y')
 
 
 # --- infrastructure ----------------------------------------------------------

@@ -352,13 +352,28 @@ def test_a_session_restarts_from_the_tokens_of_its_summary(tokenizers, name):
     assert 'secret' not in added
 
 
-def test_asking_qwen_for_a_summary_starts_a_new_segment(tokenizers):
+@pytest.mark.parametrize('name', NAMES)
+def test_asking_for_a_summary_keeps_the_context(tokenizers, name):
+  """Its keys and values are there already; thinking is summarised too."""
+  template, tokenizer = templates.TEMPLATES[name], tokenizers[name]
+  prompt = template.render_prompt(tokenizer, TOOLS, 'fix', '')
+  ids = sample(name, tokenizer, 'hm', '\n\n', 'text', 1, True)
+  context = prompt + template.open_turn(tokenizer) + ids
+  context += template.close_turn(tokenizer, ids)
+  asked = template.open_summary(tokenizer, context)
+  assert asked[: len(context)] == context
+  added = tokenizer.decode(asked[len(context) :])
+  assert added.endswith(tokenizer.decode(template.open_turn(tokenizer)))
+  assert 'the context is nearly full' in added
+
+
+def test_asking_qwen_drops_thinking(tokenizers):
   template, tokenizer = templates.TEMPLATES['qwen3'], tokenizers['qwen3']
   prompt = template.render_prompt(tokenizer, TOOLS, 'fix', '')
   ids = sample('qwen3', tokenizer, 'hm', '\n\n', 'text', 1, True)
   context = prompt + template.open_turn(tokenizer) + ids
   context += template.close_turn(tokenizer, ids)
-  asked = template.open_summary(tokenizer, context)
+  asked = template.extend(tokenizer, context, [Message('user', 'and?')])
   assert asked[: len(context)] != context
   # What stays are the tokens that were sampled.
   kept = ids[ids.index(tokenizer.token_id('</think>')) + 3 :]
@@ -447,3 +462,29 @@ def test_messages_that_cannot_be(tokenizers):
       template.extend(tokenizers[name], [], [Message('assistant', 'a')])
   with pytest.raises(ValueError, match='template compact writes sessions'):
     templates.TEMPLATES['compact'].render(None, [], [])
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_notes_stand_behind_the_last_separator(tokenizers, name):
+  """A model without marks for thinking thinks above the line."""
+  template, tokenizer = templates.TEMPLATES[name], tokenizers[name]
+
+  def kept(text):
+    return template.summary_text(tokenizer, tokenizer.encode(text))
+
+  assert kept('let me see\n---\nnotes é') == 'notes é'
+  assert kept('a\n---\nb\n--- \n\nc --- d\n') == 'c --- d'
+  assert kept('---\nb') == 'b'
+  assert kept('all of\nit - - -') == 'all of\nit - - -'
+  assert kept('thoughts\n---\n') == 'thoughts\n---'
+  assert kept('') == ''
+
+
+def test_a_token_that_the_separator_ends_in_is_written_anew(tokenizers):
+  """'\\n\\n' is one token: its second half belongs to the notes."""
+  tokenizer = tokenizers['qwen3']
+  template = templates.TEMPLATES['qwen3']
+  (breaks,) = tokenizer.encode('\n\n')
+  ids = [*tokenizer.encode('hm\n---'), breaks, *tokenizer.encode('notes')]
+  again = template.render_restart(tokenizer, [], ids, 3, 1)
+  assert 'Your notes:\n\nnotes\n3 turns left' in tokenizer.decode(again)
