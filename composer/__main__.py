@@ -558,13 +558,18 @@ def _weights_verify(arguments: argparse.Namespace) -> int:
   from composer.weights import upkeep
 
   result = upkeep.verify(_open_exchange(arguments.exchange), arguments.form)
+  if not result.versions and not result.problems:
+    raise ValueError(
+      f'no version of form {arguments.form!r} is in {arguments.exchange};'
+      f' composer weights ls {arguments.exchange} shows what is'
+    )
   for problem in result.problems:
     print(f'broken: {problem}')
   print(
     f'{len(result.versions)} versions of {result.form} rebuilt bit for bit from'
     f' {result.bytes / 1e6:.3f} MB, {len(result.problems)} problems'
   )
-  return 1 if result.problems or not result.versions else 0
+  return 1 if result.problems else 0
 
 
 def _weights_fetch(arguments: argparse.Namespace) -> int:

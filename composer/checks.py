@@ -206,14 +206,24 @@ def check_judge(judge: config.JudgeConfig) -> None:
 
 
 def check_tasks(experiment: config.Experiment) -> None:
-  tasks = experiment.tasks
+  tasks, machine = experiment.tasks, experiment.machine
   if tasks.kind == 'repair':
     return
-  require(
-    bool(tasks.path),
-    f'tasks.path is empty and tasks.kind={tasks.kind!r}',
-    'name the folder that holds the tasks',
-  )
+  if tasks.kind == 'migration':
+    require(
+      (machine.driver, machine.image) == ('microvm', 'postgres')
+      and machine.disk_mb >= 128,
+      f'tasks.kind={tasks.kind!r} with machine.driver={machine.driver!r},'
+      f' machine.image={machine.image!r} and machine.disk_mb={machine.disk_mb}',
+      'set machine.driver=microvm, machine.image=postgres and'
+      ' machine.disk_mb=128, which its database server needs',
+    )
+  else:
+    require(
+      bool(tasks.path),
+      f'tasks.path is empty and tasks.kind={tasks.kind!r}',
+      'name the folder that holds the tasks',
+    )
   require(
     experiment.midtrain.steps == 0,
     f'midtrain.steps={experiment.midtrain.steps} and tasks.kind={tasks.kind!r}:'

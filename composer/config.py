@@ -358,7 +358,8 @@ def load(path: str | os.PathLike[str]) -> Experiment:
       path.name, [other.name for other in path.parent.glob('*.py')], 1
     )
     hint = f'; did you mean {path.parent / near[0]}?' if near else ''
-    raise ValueError(f'experiment {str(path)!r} is not a Python file{hint}')
+    fault = 'is not a Python file' if path.exists() else 'does not exist'
+    raise ValueError(f'experiment {str(path)!r} {fault}{hint}')
   spec = importlib.util.spec_from_file_location(
     f'composer_experiment_{path.stem}', path
   )
@@ -586,13 +587,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
   ),
   'engine.on_new_weights': ('continue', 'restart'),
   'engine.draft': ('', 'ngram'),
-  'tasks.kind': ('repair', 'repository', 'harbor'),
+  'tasks.kind': ('repair', 'repository', 'harbor', 'migration'),
   **{
     f'reward.monitors.{field.name}': ('zero', 'penalise', 'report')
     for field in dataclasses.fields(MonitorConfig)
     if field.name != 'penalty'
   },
-  'machine.driver': ('namespace', 'process'),
+  'machine.driver': ('namespace', 'microvm', 'process'),
   'rl.loss': ('clip', 'none', 'tis', 'icepop', 'cispo', 'gspo', 'decoupled'),
   'rl.lineage': ('drop', 'keep'),
   'weights.form': ('bf16', 'nvfp4'),

@@ -280,11 +280,16 @@ class SampleRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-  """The next s tokens of an answer under way; arrays as in `Completion`."""
+  """The next s tokens of an answer under way; arrays as in `Completion`.
+
+  `kept` are the ids that each was drawn among, where the request cut or masked
+  its distribution.
+  """
 
   tokens: np.ndarray  # int32 [s]
   logprobs: np.ndarray  # float32 [s]
   versions: np.ndarray  # int32 [s]
+  kept: tuple[np.ndarray, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -187,7 +187,7 @@ def test_what_is_refused_leaves_nothing(experiment, words, message, tmp_path):
 
 def test_missing_experiment(capsys, tmp_path):
   assert cli.main(['run', str(tmp_path / 'no.py')]) == 2
-  assert 'is not a Python file' in capsys.readouterr().err
+  assert 'does not exist' in capsys.readouterr().err
 
 
 def test_errors_of_the_run(experiment, fake_run, capsys, monkeypatch):
@@ -291,6 +291,8 @@ def test_weights_ls_and_verify(workdir, capsys):
   assert lines[3].startswith('2 versions')
   assert cli.main(['weights', 'verify', f'file://{path}/exchange']) == 0
   assert '2 versions of bf16 rebuilt' in capsys.readouterr().out
+  assert cli.main(['weights', 'verify', str(path), '--form', 'fp9']) == 2
+  assert "no version of form 'fp9'" in capsys.readouterr().err
 
 
 def test_weights_verify_finds_damage(workdir, capsys):

@@ -10,6 +10,8 @@ import pytest
 
 from composer import config
 from composer.config import Experiment
+from composer.environments.machines import pool
+from composer.environments.tasks import sets
 from composer.rl import loss
 from composer.weights import store
 
@@ -216,11 +218,15 @@ def test_defaults_are_valid():
     (['rl.clip_low=-0.1'], 'lies between 0 and 1'),
     (['numerics.mode=bitwize'], "did you mean 'bitwise'"),
     (['numerics.mode=exact'], 'choose one of bitwise, aligned, fast'),
-    (['machine.driver=docker'], 'choose one of namespace, process'),
+    (['machine.driver=docker'], 'choose one of namespace, microvm, process'),
     (['rl.loss=ppo'], r"rl\.loss='ppo' is not known.*clip, none, tis"),
     (['rl.lineage=maybe'], 'choose one of drop, keep'),
     (['weights.form=fp7'], r"weights\.form='fp7' is not known"),
     (['tasks.kind=repare'], "did you mean 'repair'"),
+    (
+      ['tasks.kind=migration', 'midtrain.steps=0', 'machine.image=postgres'],
+      r"machine\.driver='namespace'.*set machine\.driver=microvm",
+    ),
     (['weights.exchange=ftp://x'], 'unknown scheme.*memory://, file://'),
     (['name=a/b'], "name='a/b' cannot name a directory"),
     (['name='], "name='' cannot name a directory"),
@@ -274,6 +280,10 @@ def test_refused(settings, message):
     ['fleet.trainer_processes=2', 'fleet.cluster=eu-west.1'],
     ['weights.exchange=s3://bucket/path', 'rl.group_size=2'],
     ['reward.effort_weight=0', 'midtrain.demo_give_up=0'],
+    [
+      *('tasks.kind=migration', 'midtrain.steps=0', 'machine.driver=microvm'),
+      *('machine.image=postgres', 'machine.disk_mb=128'),
+    ],
   ],
 )
 def test_accepted(settings):
@@ -298,6 +308,8 @@ def test_tables_name_real_fields():
 
 def test_choices_are_those_of_the_code():
   assert set(config.CHOICES['rl.loss']) == set(loss.LOSSES)
+  assert set(config.CHOICES['machine.driver']) == set(pool.DRIVERS)
+  assert set(config.CHOICES['tasks.kind']) == set(sets.KINDS)
   for scheme in store.SCHEMES:
     url = f'weights.exchange={scheme}://x'
     config.validate(config.override(DEFAULT, [url]))

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 START_S = 20.0
 CALL_S = 30.0
+END_S = 10.0
 MOST_TOOLS = 64  # of a server
 MOST_DESCRIPTION = 1000  # characters
 MOST_NAME = 64  # characters that templates and clients take
@@ -165,7 +166,7 @@ async def _on_host(server: Server) -> AsyncIterator[dict[str, Tool]]:
       tools = await asyncio.shield(started)
   except BaseException as error:
     living.cancel()
-    await asyncio.shield(asyncio.wait([living]))
+    await asyncio.shield(asyncio.wait([living], timeout=END_S))
     if isinstance(error, TimeoutError):
       raise ToolServerError(
         f'MCP server {server.name} ({shlex.join(server.argv)}) did not start'
@@ -176,7 +177,8 @@ async def _on_host(server: Server) -> AsyncIterator[dict[str, Tool]]:
     yield tools
   finally:
     stop.set()
-    await asyncio.shield(asyncio.wait([living]))
+    await asyncio.shield(asyncio.wait([living], timeout=END_S))
+    living.cancel()  # of one that will not end; else it is done
 
 
 async def _live(
@@ -364,6 +366,8 @@ async def _ask_inside(
     return {'error': str(error)}
   if result.timed_out:
     return {'error': f'no answer within {limit_s:g} s'}
+  if result.truncated:
+    return {'error': 'the answer is longer than machine.output_bytes'}
   try:
     answer = json.loads(result.stdout)
   except ValueError:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 PROTOCOL = '2025-06-18'
-MOST = 12_000  # characters of an answer, so that it fits a machine's output
+MOST = 12_000  # of an answer as JSON, so that it fits a machine's output
 
 
 class Gone(Exception):
@@ -57,16 +57,23 @@ def talk(server, call):
     return {'tools': tools(server)}
   answer = ask(server, 2, 'tools/call', call)
   if 'error' in answer:
-    return {'error': str(answer['error'].get('message'))[:MOST]}
+    return {'error': fitted(str(answer['error'].get('message')))}
   result = answer['result']
   pieces = [
     part['text'] if part.get('type') == 'text' else f'({part.get("type")})'
     for part in result.get('content', [])
   ]
   text = '\n'.join(pieces) or 'ok'
-  if len(text) > MOST:
-    text = f'{text[:MOST]}\n[{len(text) - MOST} characters left out]'
-  return {'text': text, 'is_error': bool(result.get('isError'))}
+  return {'text': fitted(text), 'is_error': bool(result.get('isError'))}
+
+
+def fitted(text):
+  """`text`, its end left out if it is too long once JSON has spelled it."""
+  kept = text
+  while len(json.dumps(kept)) > MOST:
+    kept = kept[: len(kept) * 3 // 4]
+  gone = len(text) - len(kept)
+  return f'{kept}\n[{gone} characters left out]' if gone else text
 
 
 def tools(server):

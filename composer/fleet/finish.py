@@ -227,18 +227,29 @@ def _by_id(tasks: task_sets.TaskSet) -> dict[str, records.Task]:
   return {task.id: task for part in parts for task in part}
 
 
-def _changed_share(workdir: pathlib.Path) -> float:
-  """Median share of weights that a version changed; 0 without one."""
+def _changed_share(workdir: pathlib.Path) -> float | None:
+  """Median share of weights that a version changed; None without one."""
   name = 'weights/changed_share'
   shares = [line[name] for line in metrics.read(workdir) if name in line]
-  return float(np.median(shares)) if shares else 0.0
+  return float(np.median(shares)) if shares else None
 
 
-def notes(problem: str | None, changed: float) -> list[str]:
-  return [
+def notes(problem: str | None, changed: float | None) -> list[str]:
+  books = (
     'The books agree: produced = trained + dropped by reason + queued.'
     if problem is None
-    else f'The books do not agree: {problem}',
+    else f'The books do not agree: {problem}'
+  )
+  if changed is None:
+    return [
+      books,
+      'No step was trained: every group was dropped, groups/dropped in'
+      ' metrics.jsonl says why.',
+    ]
+  if changed <= 0.03:
+    return [books]
+  return [
+    books,
     f'{changed:.0%} of all bf16 weights moved in a step (median), so deltas are'
     ' large here: the learning rate is high. At the rates of large-scale RL'
     ' about one in a hundred moves.',

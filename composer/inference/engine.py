@@ -113,6 +113,7 @@ class Engine:
     self._rules = planning.rules(numerics, config)
     self._waiting: collections.deque[Sequence] = collections.deque()
     self._running: list[Sequence] = []  # in the order of their starts
+    self._open: set[Sequence] = set()  # not answered yet, wherever they are
     self._flights: collections.deque[_Flight] = collections.deque()
     self._turns = 0
     self._pending_weights: tuple[int, Any] | None = None
@@ -228,6 +229,7 @@ class Engine:
     with self._wake:
       self.check()
       self._waiting.append(sequence)
+      self._open.add(sequence)
       self._wake.notify()
     return await future
 
@@ -266,7 +268,8 @@ class Engine:
 
   def _fail_all(self) -> None:
     with self._wake:
-      left = self._running + list(self._waiting)
+      left = list(self._open)
+      self._open.clear()
       self._waiting.clear()
     why = f'the engine failed: {self._failure!r}'
     error = records.EngineError(
@@ -340,8 +343,15 @@ class Engine:
     with self._wake:
       kept = [s for s in self._waiting if not s.future.done()]
       count = len(gone) + len(self._waiting) - len(kept)
+      self._open.difference_update(set(self._waiting) - set(kept))
       self._waiting = collections.deque(kept)
+    self._answered(gone)
     self._count(cancelled=count)
+
+  def _answered(self, sequences: list[Sequence]) -> None:
+    """Only after the answer is on its way: a failure before must reach them."""
+    with self._wake:
+      self._open.difference_update(sequences)
 
   # --- pages -------------------------------------------------------------------
 
@@ -487,6 +497,7 @@ class Engine:
     except Exception as error:  # the request's own code
       self._leave(sequence)
       replies.deliver([(sequence.future, error)])
+      self._answered([sequence])
       return False
     sequence.allowed = np.packbits(allowed)
     return True
@@ -559,10 +570,12 @@ class Engine:
       occupied=steps * len(flight.parts),
     )
     for sequence in done:
-      self._leave(sequence)
       replied.append((sequence.future, sequence_lib.completion(sequence)))
+    for sequence in done:
+      self._leave(sequence)
     if replied:
       replies.deliver(replied)
+    self._answered(done)
 
   def _record(self, part, answer, routes, flight) -> int:
     """Notes what one sequence's rows gave; how many tokens it sampled."""

@@ -31,12 +31,19 @@ def _resolve(replies: Sequence[Reply]) -> None:
     if future.done():
       continue
     if isinstance(result, BaseException):
-      future.set_exception(result)
+      future.set_exception(_holdable(result))
     elif isinstance(result, tuple):
       tell, piece = result
       try:
         tell(piece)
       except Exception as error:  # the requester's own code
-        future.set_exception(error)
+        future.set_exception(_holdable(error))
     else:
       future.set_result(result)
+
+
+def _holdable(error: BaseException) -> BaseException:
+  """The error, or one that a future takes: it refuses a StopIteration."""
+  if isinstance(error, StopIteration):
+    return RuntimeError(f'the code of the request raised {error!r}')
+  return error

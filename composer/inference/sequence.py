@@ -15,7 +15,6 @@ computed again, they stay as they were up to there.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import numpy as np
 
@@ -167,22 +166,27 @@ def piece(sequence: Sequence) -> records.Piece | None:
   if sequence.request.on_tokens is None or sequence.told == sequence.length:
     return None
   new = slice(sequence.told, sequence.length)
+  drawn = slice(new.start - sequence.prompt, new.stop - sequence.prompt)
   sequence.told = sequence.length
   return records.Piece(
     tokens=sequence.tokens[new].copy(),
     logprobs=sequence.logprobs[new].copy(),
     versions=sequence.versions[new].copy(),
+    kept=tuple(sequence.kept[drawn]) if sequence.cuts else None,
   )
+
+
+def ragged(kept: list[np.ndarray]) -> dict[str, np.ndarray]:
+  """`kept_ids` and `kept_offsets` of a completion."""
+  return {
+    'kept_ids': np.concatenate(kept),
+    'kept_offsets': np.cumsum([0, *map(len, kept)]).astype(np.int32),
+  }
 
 
 def completion(sequence: Sequence) -> records.Completion:
   """The answer."""
   sampled = slice(sequence.prompt, sequence.length)
-  kept: dict[str, Any] = {}
-  if sequence.cuts:
-    sizes = [len(ids) for ids in sequence.kept]
-    kept['kept_ids'] = np.concatenate(sequence.kept)
-    kept['kept_offsets'] = np.cumsum([0, *sizes]).astype(np.int32)
   return records.Completion(
     tokens=sequence.tokens[sampled].copy(),
     logprobs=sequence.logprobs[sampled].copy(),
@@ -190,7 +194,7 @@ def completion(sequence: Sequence) -> records.Completion:
     experts=sequence.experts[: sequence.length].copy(),
     computed_versions=sequence.computed_versions[: sequence.length].copy(),
     stop_reason=sequence.stop_reason,
-    **kept,
+    **(ragged(sequence.kept) if sequence.cuts else {}),
   )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from aiohttp import web
 import numpy as np
 
+from composer.inference import sequence
 from composer.inference import server_requests
 from composer.inference import server_shapes
 from composer.inference import server_text
@@ -40,6 +41,7 @@ from composer.templates.protocol import Message
 SESSION_HEADER = 'X-Session-Id'
 RETRY_HEADER = 'x-stainless-retry-count'  # of OpenAI's clients
 LARGE = 1 << 16  # bytes of a body that is rendered on a thread
+LAST_S = 5.0  # for a client to read why its stream ends
 _EVENTS = {'Content-Type': 'text/event-stream', 'Cache-Control': 'no-cache'}
 
 
@@ -278,6 +280,7 @@ def _of_pieces(
   """An answer that was stopped here; what was not told of it is unknown."""
   total = len(request.tokens) + count
   shape = server.table.shape
+  kept = [ids for x in pieces for ids in x.kept or ()][:count]
   return Completion(
     tokens=np.concatenate([x.tokens for x in pieces])[:count],
     logprobs=np.concatenate([x.logprobs for x in pieces])[:count],
@@ -285,6 +288,7 @@ def _of_pieces(
     experts=np.full((total, *shape), -1, np.int16),
     computed_versions=np.full(total, -1, np.int32),
     stop_reason='stop',
+    **(sequence.ragged(kept) if kept else {}),
   )
 
 
@@ -313,8 +317,9 @@ def _choice(
 
 def record(
   server: Server, job: Job, choices: Sequence[Choice]
-) -> list[Session]:
-  """Records the answers to each prompt; the sessions that have a new call."""
+) -> list[tuple[Session, Completion]]:
+  """Records the answers to each prompt; the sessions that have a new call, and
+  the answer that was recorded of it."""
   wanted, sessions = job.wanted, []
   for i, (prompt, name) in enumerate(
     zip(job.prompts, job.sessions, strict=True)
@@ -323,15 +328,14 @@ def record(
     if not name:
       continue
     try:
-      sessions.append(
-        server.table.record(
-          name,
-          prompt.context,
-          [x.completion for x in own],
-          wanted.temperature,
-          named=bool(wanted.session),
-        )
+      session = server.table.record(
+        name,
+        prompt.context,
+        [x.completion for x in own],
+        wanted.temperature,
+        named=bool(wanted.session),
       )
+      sessions.append((session, own[0].completion))
     except BadCompletion as error:
       LOG.error('session %s: a call was not recorded: %s', name, error)
       continue
@@ -358,8 +362,8 @@ def _recorded(server: Server, job: Job, choices: Sequence[Choice]):
   try:
     yield
   except (OSError, asyncio.CancelledError):
-    for session in sessions:
-      server.table.retract(session)
+    for session, completion in reversed(sessions):
+      server.table.retract(session, completion)
     raise
 
 
@@ -406,8 +410,7 @@ async def _answer(
     if response is None or not response.prepared:
       raise failed from error
     LOG.warning('%s: %s after the answer had begun', request.path, failed)
-    await _send(response, failed.body())
-    await response.write_eof()
+    await _send_last(request, response, failed.body())
     return response
   metrics = server.metrics
   metrics.prompt_tokens += sum(len(x.context) for x in prompts)
@@ -498,6 +501,22 @@ async def _send(response: web.StreamResponse, event: Any) -> None:
   await response.write(f'data: {text}\n\n'.encode())
 
 
+async def _send_last(
+  request: web.Request, response: web.StreamResponse, event: Any
+) -> None:
+  """Sends the end of a stream, in limited time: its client may not read."""
+  try:
+    async with asyncio.timeout(LAST_S):
+      await _send(response, event)
+      await response.write_eof()
+  except TimeoutError:
+    if request.transport is not None:
+      request.transport.abort()
+    raise ConnectionResetError(
+      f'it did not read the end of its stream within {LAST_S:g} s'
+    ) from None
+
+
 async def _stream(
   server: Server,
   request: web.Request,
@@ -508,7 +527,7 @@ async def _stream(
 ) -> list[Choice]:
   """Sends the answers in pieces as they come, and how each ended as the last.
 
-  Nothing is sent before the first token, so that what fails until then is an
+  Nothing is sent before the first text, so that what fails until then is an
   error of HTTP.
   """
   events: asyncio.Queue[tuple[int, dict[str, Any]] | None] = asyncio.Queue()
@@ -523,20 +542,26 @@ async def _stream(
   sampling.add_done_callback(lambda _: events.put_nowait(None))
   word = 'chat.completion.chunk' if job.kind == 'chat' else 'text_completion'
   outer = _outer(server, job, word)
+
+  async def begin() -> None:
+    if response.prepared:
+      return
+    server.metrics.first_token.add(time.monotonic() - began)
+    await response.prepare(request)
+    if job.kind == 'chat':
+      for i in range(len(asked)):
+        opened = {'delta': {'role': 'assistant', 'content': ''}}
+        await _send(response, server_shapes.chunk(outer, i, opened))
+
   try:
     while (event := await events.get()) is not None:
-      if not response.prepared:
-        server.metrics.first_token.add(time.monotonic() - began)
-        await response.prepare(request)
-        if job.kind == 'chat':
-          for i in range(len(asked)):
-            opened = {'delta': {'role': 'assistant', 'content': ''}}
-            await _send(response, server_shapes.chunk(outer, i, opened))
+      await begin()
       await _send(response, server_shapes.chunk(outer, *event))
     choices = await sampling
   finally:
     sampling.cancel()
   with _recorded(server, job, choices):
+    await begin()  # an answer without text has had no event
     for choice in choices:
       for inner in _endings(job, choice):
         await _send(response, server_shapes.chunk(outer, choice.index, inner))

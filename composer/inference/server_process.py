@@ -281,6 +281,7 @@ def _cache_bytes(model: config_lib.ModelConfig, on_cpu: bool) -> float:
 def _warm(engine: engine_lib.Engine, say: Say) -> None:
   """Compiles what serving needs, so that no client waits for it."""
   began = time.monotonic()
+  say('compiling what serving needs')
   shapes = engine.warm_up(cuts=True, seconds=READY_S)
   say(f'{shapes} shapes compiled in {time.monotonic() - began:.1f} s')
 

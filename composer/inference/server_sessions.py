@@ -228,8 +228,16 @@ class Table:
     self._bound(session)
     return session
 
-  def retract(self, session: Session) -> None:
-    """The last call's answer did not reach the client."""
+  def retract(self, session: Session, completion: Completion) -> None:
+    """The last call's answer did not reach the client.
+
+    Nothing is done where `completion`, the first of its choices, is no longer
+    the last of the session, or the session has left the table since.
+    """
+    if self._sessions.get(session.id) is not session:
+      return
+    if not session.choices or session.choices[0] is not completion:
+      return
     session.recorder.retract()
     session.choices = ()
     session.calls -= 1

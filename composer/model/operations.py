@@ -84,9 +84,12 @@ def wide_matmul(ops: Operations, x: Array, w: Array) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _wide_matmul(ops, x, w):
   parts, rest = [], w
+  kind = jnp.finfo(x.dtype)
   for _ in range(3):
-    parts.append(rest.astype(x.dtype))
-    rest = rest - parts[-1].astype(jnp.float32)
+    # Not a cast there and back: XLA may leave both out, and nothing remains.
+    part = jax.lax.reduce_precision(rest, kind.nexp, kind.nmant)
+    parts.append(part.astype(x.dtype))
+    rest = rest - part
   n = w.shape[1]
   stacked = jnp.concatenate(parts, axis=1)
   stacked = jnp.pad(stacked, ((0, 0), (0, -3 * n % LINE)))

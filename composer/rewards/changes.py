@@ -12,6 +12,7 @@ import builtins
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import functools
 import re
+import symtable
 from typing import TYPE_CHECKING, Any
 
 from composer.environments.tasks import sources
@@ -151,7 +152,7 @@ def _in_change(
     return
   known = [_known(x) for x in before]
   old = frozenset().union(*(uses for uses, _ in known))
-  for key, line in _uses(after).items():
+  for key, line in _uses(after, text).items():
     if key not in old:
       yield key[0], f'{path}:{line} uses {key[1]}'
   literals = frozenset().union(*(found for _, found in known))
@@ -164,7 +165,7 @@ def _known(text: str) -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
   tree = _parse(text)
   if tree is None:
     return frozenset(), frozenset()
-  return frozenset(_uses(tree)), frozenset(_literals(tree))
+  return frozenset(_uses(tree, text)), frozenset(_literals(tree))
 
 
 def _text(data: str | bytes) -> str:
@@ -178,10 +179,12 @@ def _parse(text: str) -> ast.Module | None:
     return None
 
 
-def _uses(tree: ast.Module) -> dict[tuple[str, str], int]:
+def _uses(tree: ast.Module, text: str) -> dict[tuple[str, str], int]:
   """(signal, what is used) -> line of the first use."""
   found: dict[tuple[str, str], int] = {}
-  names = {**_bound(tree), **_imported(tree)}
+  bound, unbound = _bound(tree), _unbound(text)
+  names = {x: y for x, y in bound.items() if x not in unbound}
+  names |= _imported(tree)
   for node in ast.walk(tree):
     line = getattr(node, 'lineno', 0)
     for signal, what in _uses_of(node, names):
@@ -198,6 +201,26 @@ def _bound(tree: ast.Module) -> dict[str, str]:
     elif isinstance(node, ast.FunctionDef | ast.ClassDef):
       names.add(node.name)
   return {name: f'.{name}' for name in names}
+
+
+def _unbound(text: str) -> set[str]:
+  """Names that some scope finds in no other: builtins, there at least."""
+  try:
+    module = symtable.symtable(text, '', 'exec')
+  except SyntaxError:
+    return set()
+  found: set[str] = set()
+  tables = [module]
+  while tables:
+    table = tables.pop()
+    tables += table.get_children()
+    found |= {
+      x.get_name()
+      for x in table.get_symbols()
+      if x.is_referenced() and x.is_global()
+    }
+  own = (x for x in module.get_symbols() if x.is_assigned() or x.is_imported())
+  return found - {x.get_name() for x in own}
 
 
 def _imported(tree: ast.Module) -> dict[str, str]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from composer.environments.machines import ExecResult
 from composer.environments.machines import Machine
+from composer.environments.machines import MachineError
 from composer.environments.machines import Pool
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ async def grade(pool: Pool, task: Task, files: Mapping[str, bytes]) -> Grade:
       file that is missing here is missing there.
 
   Raises:
-    MachineError: infrastructure; never turned into a zero.
+    MachineError: infrastructure, or the task's own files do not fit into a
+      machine; never turned into a zero.
   """
   began = time.perf_counter()
   limit = task.metadata.get('seconds')
@@ -83,9 +85,20 @@ async def grade(pool: Pool, task: Task, files: Mapping[str, bytes]) -> Grade:
       None if limit is None else limit + SPARE_S,
     )
   except OSError as error:  # what the session left does not fit into a machine
+    await _check_fits(pool, task)
     seconds = time.perf_counter() - began
     return Grade(False, 0, 0, seconds, f'not graded: {error}')
   return read_verdict(result, time.perf_counter() - began)
+
+
+async def _check_fits(pool: Pool, task: Task) -> None:
+  try:
+    await pool.execute(graded_files(task, {}), ('python', '-c', ''))
+  except OSError as error:
+    raise MachineError(
+      f'task {task.id} does not fit into a machine, whatever a session leaves'
+      f' ({error}); raise machine.disk_mb'
+    ) from error
 
 
 def graded_files(
@@ -172,7 +185,8 @@ async def collect(machine: Machine, task: Task) -> Remains:
   """Reads what may be carried to the clean machine, and what else changed.
 
   A path that is gone or cannot be read is left out, and a workspace that will
-  not be listed is said to be so: the model's doing. A task whose tools change nothing else is not listed.
+  not be listed is said to be so: the model's doing. A task whose tools change
+  nothing else is not listed.
 
   Raises:
     MachineError: the machine died.
@@ -185,10 +199,12 @@ async def collect(machine: Machine, task: Task) -> Remains:
   try:
     result = await machine.run(('python', '-c', LISTING), read=[LEFT])
     left = json.loads(result.files[LEFT])
+    if not isinstance(left, dict):
+      raise ValueError('no listing')
     digests = {str(path): str(digest) for path, digest in left.items()}
   except (OSError, KeyError, ValueError):
     return Remains(files, listed=False)
-  except AttributeError:  # a list, or a machine of a test that runs nothing
+  except AttributeError:  # a machine of a test that runs nothing
     return Remains(files)
   digests.pop(LEFT, None)
   for path in sorted(digests):

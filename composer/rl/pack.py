@@ -177,13 +177,27 @@ def _check_item(
 
 
 def _check_kept(index: int, item: Item, max_kept: int) -> None:
-  offsets = item.segment.kept_offsets
-  most = 0 if offsets is None else int(np.max(np.diff(offsets), initial=0))
+  segment = item.segment
+  if segment.kept_offsets is None:
+    return
+  where = f'item {index} (origin {item.origin})'
+  counts = np.diff(segment.kept_offsets)
+  most = int(np.max(counts, initial=0))
   if most > max_kept:
     raise ValueError(
-      f'item {index} (origin {item.origin}) has a token drawn among {most} kept'
-      f' ids and rl.max_kept is {max_kept}; raise it (its cost is that many'
-      ' numbers a token), or sample with top_p 1, top_k 0, min_p 0 and no mask'
+      f'{where} has a token drawn among {most} kept ids and rl.max_kept is'
+      f' {max_kept}; raise it (its cost is that many numbers a token), or sample'
+      ' with top_p 1, top_k 0, min_p 0 and no mask'
+    )
+  owner = np.repeat(np.arange(len(counts)), counts)
+  own = owner[segment.kept_ids == segment.tokens[owner]]
+  found = np.bincount(own, minlength=len(counts)) > 0
+  lost = np.flatnonzero((counts > 0) & ~found)
+  if lost.size:
+    raise ValueError(
+      f'{where} has a token {segment.tokens[lost[0]]} at {lost[0]} that is not'
+      ' among the kept ids that it was drawn among; its logprob would be that of'
+      ' the impossible'
     )
 
 

@@ -25,7 +25,7 @@ from composer.records import Segment
 
 ATTEMPTS = 4  # of a request; equal seeds give equal answers, so none is lost
 BACKOFF_S = 0.2  # before the second; four times as long before each next
-_AGAIN = (429, 502, 503, 504)
+_AGAIN = (408, 429, 502, 503, 504)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +86,14 @@ class RemoteSampler:
     if len(completion.versions):
       self.version = max(self.version, int(completion.versions.max()))
     if request.on_tokens is not None:
+      kept, offsets = completion.kept_ids, completion.kept_offsets
       request.on_tokens(
-        Piece(completion.tokens, completion.logprobs, completion.versions)
+        Piece(
+          completion.tokens,
+          completion.logprobs,
+          completion.versions,
+          None if kept is None else tuple(np.split(kept, offsets[1:-1])),
+        )
       )
     return completion
 
@@ -123,7 +129,7 @@ class RemoteSampler:
       try:
         async with self._open().request(method, url, json=body) as response:
           if response.status == 200:
-            return await response.json()
+            return await _json(response)
           problem = await _problem(response)
           if 400 <= response.status < 500 and response.status not in _AGAIN:
             raise ValueError(f'{url}: {problem}')
@@ -146,6 +152,15 @@ class RemoteSampler:
         connector=aiohttp.TCPConnector(limit=0),
       )
     return self._client
+
+
+async def _json(response: aiohttp.ClientResponse) -> Any:
+  try:
+    return await response.json()
+  except ValueError as error:  # not the request's fault
+    raise EngineError(
+      f'{response.url}: the answer is no JSON: {error}'
+    ) from error
 
 
 async def _problem(response: aiohttp.ClientResponse) -> str:

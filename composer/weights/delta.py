@@ -21,7 +21,7 @@ Integers are little-endian; varints are LEB128 (seven bits a byte, lowest first,
 the highest bit set on all bytes but the last). `x >> y`, `//` round down.
 
     7   magic: b'CMPDELT'
-    1   version of the format: 2
+    1   version of the format: 3
     1   values: 0 step, 1 overwrite
     4   the first bytes of the tree's digest
    16   digest of the base            16   digest of the result
@@ -31,13 +31,15 @@ the highest bit set on all bytes but the last). `x >> y`, `//` round down.
     .   the payloads, back to back
     8   xxh3_64 of all bytes before it
 
-Digests are canonical (big-endian). The tree is the compact JSON (UTF-8)
-[[name, dtype, shape], ...] sorted by name; its digest is its xxh3_128. A tensor
-is cut, flattened in C order, into pieces of 2^23 bytes (`PIECE_BYTES`), the
-last one shorter; its digest is the xxh3_128 of the xxh3_128 of its pieces. The
-digest of weights is the xxh3_128 over, for each tensor by name, its digest and
-its [name, dtype, shape] as compact JSON. The digests find accidents; they are
-no protection against a forger.
+Digests are canonical (big-endian). JSON is compact and in ASCII; other
+characters of a name are escaped, as four hex digits in lower case for each
+unit of UTF-16. The tree is [[name, dtype, shape], ...], sorted by the code
+points of the names; its digest is the xxh3_128 of its JSON. A tensor is cut,
+flattened in C order, into pieces of 2^23 bytes (`PIECE_BYTES`), the last one
+shorter; one without elements has none. Its digest is the xxh3_128 of the
+xxh3_128 of its pieces. The digest of weights is the xxh3_128 over, for each
+tensor by name, its digest and the JSON of its [name, dtype, shape]. The digests
+find accidents; they are no protection against a forger.
 
 Buckets hold whole pieces of one dtype: tensors in order of (dtype, name), a new
 bucket where the dtype changes or the bucket would hold more than PIECE_BYTES.

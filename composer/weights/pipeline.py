@@ -194,6 +194,7 @@ class Pipeline:
 
   def _publish(self, version: int, make: Make, submitted: float) -> None:
     left = dict(self._publishers)
+    landed: dict[str, sync.PublishStats] = {}
     pause, attempts = RETRY_S[0], 0
     deadline = time.monotonic() + self._patience_s
     while left:
@@ -201,10 +202,12 @@ class Pipeline:
       attempts += 1
       waited = time.monotonic() - submitted
       try:
-        made = make(form)
-        stats = publisher.publish(
-          made.flat, version, shapes=made.shapes, copy=False
-        )
+        if form not in landed:  # else only `after` failed
+          made = make(form)
+          landed[form] = publisher.publish(
+            made.flat, version, shapes=made.shapes, copy=False
+          )
+        stats = landed[form]
         self._after(form, stats)
       except OSError as error:  # TimeoutError is one
         lasting = error.errno in LASTING or time.monotonic() > deadline
@@ -215,7 +218,7 @@ class Pipeline:
         newer = self._newer()
         if newer is not None:
           version, make, submitted = newer
-          left = dict(self._publishers)
+          left, landed = dict(self._publishers), {}
         continue
       with self._changed:
         self._done.append(Published(form, stats, waited, attempts))

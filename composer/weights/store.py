@@ -13,12 +13,12 @@ version consists of is `versions`, who reads and what is deleted `upkeep`.
     clusters/<cluster>/<process>             heartbeat: time, form, version
     readers/<cluster>/<process>              what a subscriber holds and needs
 
-HEAD is {"format": 2, "check": digest of the rest, "forms": {<form>: {"claimed",
-"version", "fence", "manifest"}}}: `claimed` is the newest publisher's incarnation, the other three
-name the newest version and the digest of its manifest. A version exists when
-HEAD names it, or names a successor of it. A manifest names the manifest before
-it with its digest, so that everything readable hangs on HEAD by digests. All
-keys under weights/ are create-only.
+HEAD is {"format": 3, "check": digest of the rest, "forms": {<form>: {"claimed",
+"version", "fence", "manifest"}}}: `claimed` is the newest publisher's
+incarnation, the other three name the newest version and the digest of its
+manifest. A version exists when HEAD names it, or names a successor of it. A
+manifest names the manifest before it with its digest, so that everything
+readable hangs on HEAD by digests. All keys under weights/ are create-only.
 
 Waits are limited (`WAIT_S`); what runs out raises TimeoutError with the key. A
 full disk is OSError with errno ENOSPC, whatever the driver says.

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import pathlib
 import sys
 
@@ -14,6 +15,7 @@ from composer.config import SessionConfig
 from composer.config import validate
 from composer.environments import machines
 from composer.environments import mcp
+from composer.environments import mcp_inside
 from composer.environments.machines import MissingFacility
 from composer.environments.machines import Pool
 from composer.environments.machines import process
@@ -180,6 +182,18 @@ def test_a_server_that_does_not_start_in_the_machine(
 
 
 # --- the config --------------------------------------------------------------
+
+
+@pytest.mark.parametrize('text', ['x' * 9, 'é' * 30_000, '"\n' * 30_000])
+def test_an_answer_fits_a_machines_output(text):
+  kept = mcp_inside.fitted(text)
+  assert len(json.dumps(kept)) < 12_100
+  if len(text) > 9:
+    head, _, gone = kept.rpartition('\n')
+    assert text.startswith(head) and len(head) > 1500
+    assert gone == f'[{len(text) - len(head)} characters left out]'
+  else:
+    assert kept == text
 
 
 def test_servers_are_read():

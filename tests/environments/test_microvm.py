@@ -218,6 +218,10 @@ def test_a_migration_against_a_live_database(postgres):
   )
   bad = postgres.call(grade(postgres.pool, task, {'migration.sql': cut}))
   assert not bad.solved and bad.passed < bad.total, bad
+  # The server, which the answer commands, reads none of the hidden checks.
+  peek = b"select pg_read_file('/machine/work/rows.json');" + answer
+  bad = postgres.call(grade(postgres.pool, task, {'migration.sql': peek}))
+  assert not bad.solved and 'Permission denied' in bad.output, bad
 
 
 # --- what is missing ----------------------------------------------------------

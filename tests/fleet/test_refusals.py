@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from composer.environments.machines import namespace
+from composer.fleet import finish
 from composer.fleet import local
 from composer.fleet import processes
 from composer.fleet import workdir as workdir_lib
@@ -167,3 +168,12 @@ def test_no_space_left_and_then_some(runs):
   before, after = text.split('no space left')
   assert 'mid-training 1/4' in before and 'free some' in after
   assert 'reinforcement 6/6' in after and 'report: ' in after
+
+
+def test_the_notes_say_what_happened_and_no_more():
+  books, why = finish.notes(None, None)
+  assert books.startswith('The books agree') and why.startswith('No step was')
+  assert finish.notes('one is gone', 0.01) == [
+    'The books do not agree: one is gone'
+  ]
+  assert '14% of all bf16 weights' in finish.notes(None, 0.14)[1]

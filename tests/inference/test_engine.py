@@ -368,6 +368,30 @@ def test_when_the_loop_dies_every_waiter_learns(start, monkeypatch):
     engine.wait_active(9)
 
 
+@pytest.mark.parametrize('step', ['_start', '_leave'])
+def test_nobody_is_lost_between_two_places(start, monkeypatch, step):
+  """Who has left the queue or the running ones learns of a failure, too."""
+  engine, real = start(), engine_lib.Engine.__dict__[step]
+  seen = []
+
+  def broken(self, sequence, *rest):
+    seen.append(sequence)
+    if len(seen) > 1:
+      raise FloatingPointError('broken step')
+    real(self, sequence, *rest)
+
+  monkeypatch.setattr(engine_lib.Engine, step, broken)
+
+  async def go():
+    waits = [engine.sample(request([i, 2], i)) for i in range(4)]
+    return await asyncio.wait_for(
+      asyncio.gather(*waits, return_exceptions=True), 10.0
+    )
+
+  failures = asyncio.run(go())
+  assert any(isinstance(x, records.EngineError) for x in failures)
+
+
 def test_when_it_is_closed_every_waiter_learns(start):
   engine = start()
   closing = threading.Thread(target=engine.close)

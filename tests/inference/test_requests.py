@@ -191,6 +191,7 @@ def test_mask(start):
     (lambda s: np.zeros(64, bool), ValueError, '0.*allowed.*at least one'),
     (lambda s: np.ones(63, bool), ValueError, r'\(63,\).*bool \(64,\)'),
     (lambda s: [][0], IndexError, 'range'),
+    (lambda s: next(iter(())), RuntimeError, 'raised StopIteration'),
   ),
 )
 def test_a_bad_mask_ends_its_own_request(start, mask, error, message):
@@ -239,6 +240,7 @@ def test_stop_sequences(start):
 def test_pieces_join_to_the_answer(start):
   """In order, on the requester's loop, all before the answer."""
   requests, told = random_requests(10, 4), {}
+  requests[0] = but(requests[0], top_k=5)
 
   async def go(engine):
     loop = asyncio.get_running_loop()
@@ -260,6 +262,10 @@ def test_pieces_join_to_the_answer(start):
     for name in ('tokens', 'logprobs', 'versions'):
       got = np.concatenate([getattr(p, name) for p in told[n]])
       np.testing.assert_array_equal(got, getattr(c, name), name)
+    kept = [ids for p in told[n] for ids in p.kept or ()]
+    assert bool(kept) == (c.kept_ids is not None)
+    for got, want in zip(kept, kept_of(c) if kept else (), strict=True):
+      np.testing.assert_array_equal(got, want)
   assert max(len(pieces) for pieces in told.values()) > 5
   assert_equal_answers(answers, answer(start(), *requests))
 

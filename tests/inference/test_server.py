@@ -146,6 +146,28 @@ def test_tool_session(serve, scripted, vocabularies, name, stream):
   assert segment.stop_reason == 'finished'
 
 
+def test_streams_without_text(serve, scripted, vocabularies):
+  """Nothing but a call, or but the end: a stream all the same."""
+  tokenizer = vocabularies['qwen3']
+  call = calling('qwen3', tokenizer)
+  call = call[call.index(tokenizer.controls['<tool_call>']) :]
+  end = [tokenizer.controls['<|im_end|>']]
+  with serve(scripted(call, end, end)) as running:
+    about = dict(model='m', stream=True)
+    create = running.client.chat.completions.create
+    content, _, calls, ends = gathered(
+      create(messages=ASK, tools=TOOLS, **about)
+    )
+    assert content == '' and calls[0]['name'] == 'weather'
+    assert ends[0].choices[0].finish_reason == 'tool_calls'
+    *_, last = create(messages=ASK, **about)
+    assert last.choices[0].finish_reason == 'stop'
+    *_, last = running.client.completions.create(
+      prompt='x', max_tokens=1, **about
+    )
+    assert last.choices[0].text == '' and last.choices[0].finish_reason
+
+
 def test_rewritten_history(serve, scripted, vocabularies):
   """Qwen3 drops thinking once the user speaks again: a new segment begins."""
   tokenizer = vocabularies['qwen3']
@@ -378,6 +400,28 @@ def test_stop_strings(serve, scripted, vocabularies, stream, pieces):
     (segment,) = running.server.table.segments(session)
   sampled = tokenizer.decode(segment.tokens[segment.sampled])
   assert sampled == 'a b STOP'
+
+
+def test_a_stop_string_in_a_cut_answer(serve, engine):
+  """What each token was drawn among is told, wherever the engine was stopped."""
+  table = server_sessions.Table((2, 2))
+  with serve(engine, vocab_size=272, max_context=256, table=table) as running:
+
+    def ask(**more):
+      extra = {'return_tokens': True, 'stop_token_ids': [], 'top_k': 5}
+      answer = running.client.completions.create(
+        model='m', prompt=[72, 105], max_tokens=200, seed=1,
+        extra_body=extra, **more,
+      )  # fmt: skip
+      return answer.choices[0]
+
+    free = ask()
+    cut = ask(stop=free.text[4])
+  count = len(cut.tokens['ids'])
+  assert count < 200 and cut.tokens['ids'] == free.tokens['ids'][:count]
+  offsets = free.tokens['kept']['offsets'][: count + 1]
+  assert cut.tokens['kept']['offsets'] == offsets
+  assert cut.tokens['kept']['ids'] == free.tokens['kept']['ids'][: offsets[-1]]
 
 
 # --- models, health, metrics, feedback -----------------------------------------------

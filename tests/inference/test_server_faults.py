@@ -1,5 +1,6 @@
 """Bad input, clients that leave, tokens, limits: errors that touch nobody else."""
 
+import asyncio
 import json
 import logging
 import socket
@@ -10,6 +11,7 @@ import openai
 import pytest
 
 from composer.inference import server
+from composer.inference import server_answers
 from composer.inference import server_state
 
 ASK = [{'role': 'user', 'content': 'hi'}]
@@ -269,6 +271,32 @@ def test_engine_that_fails(serve, scripted):
     with pytest.raises(openai.InternalServerError) as caught:
       client.completions.create(model='m', prompt='x')
     assert caught.value.status_code == 504
+
+
+def test_the_end_of_a_stream_that_nobody_reads(monkeypatch):
+  """Its task does not wait for ever; the connection is cut."""
+  monkeypatch.setattr(server_answers, 'LAST_S', 0.05)
+
+  class Stuck:
+    aborted = False
+
+    @property
+    def transport(self):
+      return self
+
+    def abort(self):
+      self.aborted = True
+
+    async def write(self, data):
+      await asyncio.sleep(60)
+
+  async def go():
+    with pytest.raises(ConnectionResetError, match='did not read'):
+      await server_answers._send_last(stuck, stuck, {})
+
+  stuck = Stuck()
+  asyncio.run(asyncio.wait_for(go(), 5))
+  assert stuck.aborted
 
 
 def test_tokens_and_hosts(serve, scripted):

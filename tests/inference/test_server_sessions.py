@@ -64,7 +64,7 @@ def test_retracted(complete):
   table = server_sessions.Table((1, 2))
   session = table.get(call(table, complete, [1], [2, 3], 'x'))
   call(table, complete, [1, 2, 3, 4], [5], 'x')
-  table.retract(session)
+  table.retract(session, session.choices[0])
   (segment,) = table.segments(session)
   assert segment.tokens.tolist() == [1, 2, 3, 4]
   assert segment.sampled.tolist() == [0, 1, 1, 0]
@@ -72,11 +72,29 @@ def test_retracted(complete):
   (segment,) = table.segments(session)
   assert segment.tokens.tolist() == [1, 2, 3, 4, 6]
   call(table, complete, [7], [8], 'x')
-  table.retract(session)
+  table.retract(session, session.choices[0])
   assert len(table.segments(session)) == 1
   only = table.get(call(table, complete, [1], [2], 'y'))
-  table.retract(only)
+  table.retract(only, only.choices[0])
   assert table.get('y') is None and len(table) == 1
+
+
+def test_retracted_too_late(complete):
+  """Another call was answered since, or the session has left the table."""
+  limits = server_sessions.Limits(sessions=1)
+  table = server_sessions.Table((1, 2), limits)
+  session = table.get(call(table, complete, [1], [2], 'x'))
+  first = session.choices[0]
+  call(table, complete, [9], [8], 'x')
+  table.retract(session, first)
+  found = table.segments(session)
+  assert [x.tokens.tolist() for x in found] == [[1, 2], [9, 8]]
+  assert session.calls == 2
+  gone = table.get(call(table, complete, [3], [4]))
+  call(table, complete, [5], [6])
+  table.retract(gone, gone.choices[0])
+  assert gone.id not in str(table._prefixes) and table.tokens == 2
+  call(table, complete, [3, 4, 7], [6])  # begins as it did
 
 
 def test_bounds(complete):

@@ -163,3 +163,122 @@ def test_logprobs_among_kept_ids(mode):
     )
   packed, _ = jax.jit(run)(jnp.asarray(np.packbits(bits, axis=-1)))
   np.testing.assert_array_equal(packed, logprob)
+
+
+TINY = dataclasses.replace(
+  GQA, head_dim=128, dense_layers=0, experts_per_token=2
+)
+FIXED = config_lib.NumericsConfig(
+  mode='bitwise',
+  kv_block=64,
+  row_block=64,
+  moe='sorted',
+  compute='bfloat16',
+  kernels='tpu_interpret',
+)
+STARTS = (0, 128)  # columns of the two sequences, each on whole pages
+# Rows of either in each step: chunks that end within pages, then decoding.
+CHUNKS = ((37, 11), (32, 28), (1, 1), (1, 0))
+
+
+def _sequences():
+  """(tokens, kept) of each; every other token was not cut."""
+  rng = np.random.default_rng(2)
+  found = []
+  for size in np.sum(CHUNKS, axis=0):
+    tokens = rng.integers(0, TINY.vocab_size, size).astype(np.int32)
+    kept = rng.integers(0, TINY.vocab_size, (size, 5)).astype(np.int32)
+    kept[:, 0] = tokens
+    kept[::2] = -1
+    found.append((tokens, kept))
+  return found
+
+
+def _packed(params, sequences):
+  """(hidden, experts, logprob) of all columns, as the trainer has them."""
+  shape = (1, 192)
+  tokens, ids, positions = (np.zeros(shape, np.int32) for _ in range(3))
+  kept = np.full((*shape, 5), -1, np.int32)
+  for i, (start, (own, among)) in enumerate(
+    zip(STARTS, sequences, strict=True)
+  ):
+    at = 0, slice(start, start + len(own))
+    tokens[at], kept[at] = own, among
+    ids[at], positions[at] = i + 1, np.arange(len(own))
+
+  @jax.jit
+  def run(params):
+    out = transformer.forward(params, TINY, FIXED, tokens, ids, positions)
+    logprob, _ = transformer.token_logprob(
+      params, TINY, FIXED, out.hidden, tokens, jnp.ones(shape), kept=kept
+    )
+    return out.hidden[0], out.experts[0], logprob[0]
+
+  return [np.asarray(a) for a in run(params)]
+
+
+def _stepped(params, sequences):
+  """The same of each sequence, in chunks and row by row, over pages.
+
+  Logprobs are those among all, and those over what was kept.
+  """
+  rows, page = 66, np.array([[3, 1], [2, 4]])
+
+  @jax.jit
+  def run(params, cache, tokens, positions, table, following, bits):
+    hidden, experts, cache = transformer.step(
+      params, TINY, FIXED, cache, tokens, positions, table
+    )
+    norm, unembed = params['final_norm'], transformer.unembedding(params)
+    scores = [
+      transformer.row_logprobs(
+        TINY, FIXED, norm, unembed, hidden, following, jnp.ones(rows), among
+      )[0]
+      for among in (None, bits)
+    ]
+    return cache, hidden, experts, *scores
+
+  cache = transformer.init_cache(TINY, FIXED, 5)
+  cache = jax.tree.map(lambda a: a + 7, cache)  # what others left there
+  done, found = [0, 0], ([], [])
+  for counts in CHUNKS:
+    tokens, positions, following = (np.zeros(rows, np.int32) for _ in range(3))
+    table = np.zeros((rows, 2), np.int32)
+    among = np.ones((rows, TINY.vocab_size), bool)
+    places, row = [], 5  # rows before are padding
+    for i, count in enumerate(counts):
+      own, kept = sequences[i]
+      for at in range(done[i], done[i] + count):
+        tokens[row], positions[row], table[row] = own[at], at, page[i]
+        after = min(at + 1, len(own) - 1)
+        following[row] = own[after]
+        if kept[after, 0] >= 0:
+          among[row] = np.isin(np.arange(TINY.vocab_size), kept[after])
+        places.append((row, i))
+        row += 1
+      done[i] += count
+    bits = np.packbits(among, axis=-1)
+    cache, *got = run(params, cache, tokens, positions, table, following, bits)
+    got = [np.asarray(a) for a in got]
+    for row, i in places:
+      found[i].append([a[row] for a in got])
+  return [[np.stack(a) for a in zip(*one, strict=True)] for one in found]
+
+
+@pytest.mark.slow
+def test_trainer_and_engine_have_the_same_bits_by_kernels():
+  """Packed rows and loose ones, whether their distribution was cut or not."""
+  params = params_lib.init(transformer.spec(TINY), jax.random.key(0))
+  sequences = _sequences()
+  whole = _packed(params, sequences)
+  stepped = _stepped(params, sequences)
+  for start, (own, kept), got in zip(STARTS, sequences, stepped, strict=True):
+    at = slice(start, start + len(own))
+    hidden, experts, logprob = [a[at] for a in whole]
+    np.testing.assert_array_equal(got[0], hidden)
+    np.testing.assert_array_equal(got[1], experts)
+    # As the engine takes them: of rows that are not cut, those among all.
+    among_all, cut = got[2][:-1], got[3][:-1]
+    some = kept[1:, 0] >= 0
+    np.testing.assert_array_equal(np.where(some, cut, among_all), logprob[1:])
+    assert (cut != among_all)[some].all()

@@ -23,6 +23,12 @@ REFERENCE = pathlib.Path(__file__).parent.parent / 'reference' / 'smollm2.json'
 ENTRIES = json.loads(REFERENCE.read_text('utf-8'))
 
 
+def parts(entry):
+  """The prompt's tokens, and those that continue it."""
+  tokens, size = entry['tokens'], entry['prompt_tokens']
+  return tokens[:size], tokens[size:]
+
+
 @pytest.fixture(scope='module')
 def model():
   try:
@@ -42,12 +48,12 @@ def tokenizer(model, tmp_path_factory):
 
 def test_prompts_have_the_same_tokens(tokenizer):
   for entry in ENTRIES:
-    assert tokenizer.encode(entry['prompt']) == entry['tokens']
+    assert tokenizer.encode(entry['prompt']) == parts(entry)[0]
 
 
 def test_logprobs_equal_those_of_transformers(model):
   config, params = model
-  lists = [entry['tokens'] + entry['continuation'] for entry in ENTRIES]
+  lists = [entry['tokens'] for entry in ENTRIES]
   for entry, answer in zip(
     ENTRIES, score.score(params, config, lists), strict=True
   ):
@@ -67,8 +73,8 @@ def test_greedy_continuations_equal_those_of_transformers(model):
     wanted = [
       engine.sample(
         records.SampleRequest(
-          np.asarray(entry['tokens'], np.int32),
-          len(entry['continuation']),
+          np.asarray(parts(entry)[0], np.int32),
+          len(parts(entry)[1]),
           (),
           0.0,
           0,
@@ -83,7 +89,7 @@ def test_greedy_continuations_equal_those_of_transformers(model):
   finally:
     engine.close()
   for entry, completion in zip(ENTRIES, completions, strict=True):
-    assert completion.tokens.tolist() == entry['continuation']
+    assert completion.tokens.tolist() == parts(entry)[1]
 
 
 def test_perplexity_of_python_code_is_that_of_a_language_model(

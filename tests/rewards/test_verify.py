@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -17,6 +18,7 @@ from composer.environments.machines import MachineError
 from composer.environments.machines import MissingFacility
 from composer.environments.machines import Pool
 from composer.environments.machines import process
+from composer.environments.machines import zygote
 from composer.environments.machines.pool import runner
 from composer.records import Task
 from composer.rewards import verify
@@ -314,6 +316,35 @@ def test_a_dying_machine_is_infrastructure(monkeypatch):
       with pytest.raises(MachineError, match='5 machines failed.*gone'):
         await verify.grade(pool, TASK, {'solution.py': HONEST.encode()})
       assert pool.counters.failures == 5
+    finally:
+      await pool.close()
+
+  asyncio.run(run())
+
+
+def test_a_task_that_does_not_fit_is_infrastructure(driver):
+  large = {**TASK.hidden_files, 'data': bytes(20 << 20)}
+  task = dataclasses.replace(TASK, hidden_files=large)
+  with pytest.raises(MachineError, match=r'raise machine\.disk_mb'):
+    grades(driver, task, [HONEST])
+
+
+@pytest.mark.parametrize('what', ['a socket', 'a zygote'])
+def test_a_host_without_means_is_infrastructure(monkeypatch, what):
+  def none(*_, **__):
+    raise OSError(errno.EMFILE, 'Too many open files')
+
+  async def run():
+    pool = Pool(dataclasses.replace(CONFIG, driver='process', warm=0))
+    try:
+      if what == 'a socket':
+        await pool.open()
+        monkeypatch.setattr(zygote.socket, 'socketpair', none)
+      else:
+        monkeypatch.setattr(process, 'launch', none)
+      with pytest.raises(MachineError, match='Too many open files'):
+        await verify.grade(pool, TASK, {'solution.py': HONEST.encode()})
+      monkeypatch.undo()
     finally:
       await pool.close()
 

@@ -267,9 +267,9 @@ def test_kept_ids_go_with_their_tokens():
     counts = rng.integers(0, 4, size)
     ids = rng.integers(0, 50, counts.sum()).astype(np.int32)
     offsets = np.r_[0, np.cumsum(counts)].astype(np.int32)
-    segment = dataclasses.replace(
-      make_segment(rng, size), kept_ids=ids, kept_offsets=offsets
-    )
+    segment = make_segment(rng, size)
+    ids[offsets[1:][counts > 0] - 1] = segment.tokens[counts > 0]
+    segment = dataclasses.replace(segment, kept_ids=ids, kept_offsets=offsets)
     items.append(p.Item(segment, 0.0))
     want.append(np.split(ids, offsets[1:-1]))
   items.append(p.Item(make_segment(rng, 4), 0.0))  # nothing was cut
@@ -286,3 +286,14 @@ def test_kept_ids_go_with_their_tokens():
     ValueError, match=r'among 3 kept ids and rl.max_kept is 2'
   ):
     do_pack(items, max_kept=2)
+
+
+def test_a_token_outside_of_its_kept_ids_is_refused():
+  segment = dataclasses.replace(
+    make_segment(np.random.default_rng(0), 3),
+    tokens=np.array([7, 8, 9], np.int32),
+    kept_ids=np.array([8, 3, 8], np.int32),
+    kept_offsets=np.array([0, 0, 2, 3], np.int32),
+  )
+  with pytest.raises(ValueError, match='token 9 at 2 that is not among'):
+    do_pack([p.Item(segment, 0.0)], max_kept=2)

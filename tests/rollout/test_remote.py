@@ -43,6 +43,8 @@ def ask(replies, request=REQUEST, token='', **fields):
     status, body = replies.pop(0)
     if status is None:
       got.transport.close()
+    if isinstance(body, bytes):
+      return web.Response(body=body, content_type='application/json')
     return web.json_response(body, status=status or 200)
 
   async def go():
@@ -72,6 +74,7 @@ def test_all_that_an_engine_tells():
   assert got.computed_versions.tolist() == [3, 3, 3, 4, -1]
   assert got.kept_offsets.tolist() == [0, 2, 3] and version == 4
   assert [x.tokens.tolist() for x in pieces] == [[4, 9]]
+  assert [x.tolist() for x in pieces[0].kept] == [[4, 5], [9]]
   ((body, token),) = bodies
   assert token == 'Bearer secret'
   wanted = {'prompt': [1, 2, 3], 'seed': 17, 'temperature': 0.5, 'top_k': 5}
@@ -106,6 +109,7 @@ def test_refused_and_failed():
   'body',
   [
     [],
+    b'{"choices": [',
     {'choices': []},
     answer(ids=[4]),
     answer(ids=['x', 1]),

@@ -136,6 +136,7 @@ def test_many_buckets(monkeypatch):
   tree = {f't{i}': ('bfloat16', (i * 7,)) for i in range(30)}
   tree |= {'f': ('float32', (33, 3)), 'g': ('float32', (2,))}
   tree |= {'h': ('uint8', (500,)), 'k': ('float16', (50,))}
+  tree |= {'\u00e9"\x7f\U0001f600': ('uint8', (3,)), '\uffee': ('uint8', (0,))}
   base = _weights(rng, tree)
   new = _step(rng, base, 0.1, 2)
   new['t20'] = base['t20']
@@ -271,7 +272,7 @@ def test_wrong_base_and_other_formats():
     delta.apply(_bf16(2), blob)
   with pytest.raises(ValueError, match='tree'):
     delta.apply({'w': base['w']}, blob)
-  for version in (1, 3):
+  for version in (1, delta.FORMAT - 1, delta.FORMAT + 1):
     other = bytearray(blob)
     other[len(delta.MAGIC)] = version
     with pytest.raises(ValueError, match=f'format {version}'):

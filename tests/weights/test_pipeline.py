@@ -115,6 +115,30 @@ def test_a_store_that_fails_for_a_while(kv, opened, monkeypatch):
   assert sync.Subscriber(kv, 'bf16').poll()[0] == 1
 
 
+def test_what_comes_after_is_tried_again_without_the_publication(
+  kv, opened, monkeypatch
+):
+  monkeypatch.setattr(pipeline, 'RETRY_S', (0.001, 0.01))
+  seen = []
+
+  def after(form, stats):
+    seen.append(stats.version)
+    if len(seen) < 3:
+      raise OSError(errno.EAGAIN, 'slow down')
+
+  line = opened(after=after)
+  line.submit(0, _make(0))
+  line.flush(20)
+  line.submit(1, _make(1))
+  line.flush(20)
+  assert seen == [0, 0, 0, 1]
+  assert [(x.stats.version, x.attempts) for x in line.finished()] == [
+    (0, 3),
+    (1, 1),
+  ]
+  assert upkeep.verify(kv, 'bf16').versions == (0, 1)
+
+
 def test_a_newer_version_takes_the_place_of_one_that_fails(
   kv, opened, monkeypatch
 ):

@@ -174,12 +174,13 @@ def test_head_never_moves_back(kv):
 
 
 def test_a_newer_format_is_refused(kv):
-  store.write(kv, 'HEAD', b'{"format": 3, "forms": {}}')
-  with pytest.raises(ValueError, match='format 3.*update it'):
-    sync.Publisher(kv, FORM, 4)
-  store.write(kv, 'HEAD', b'{"format": 1, "forms": {}}')
-  with pytest.raises(ValueError, match='format 1.*begin another'):
-    sync.Publisher(kv, FORM, 4)
+  for other, remedy in (
+    (store.FORMAT + 1, 'update it'),
+    (store.FORMAT - 1, 'begin another'),
+  ):
+    store.write(kv, 'HEAD', b'{"format": %d, "forms": {}}' % other)
+    with pytest.raises(ValueError, match=f'format {other}.*{remedy}'):
+      sync.Publisher(kv, FORM, 4)
   store.write(kv, 'HEAD', b'{"format": 1, "fo')
   with pytest.raises(ValueError, match='not JSON'):
     sync.Subscriber(kv, FORM).poll()

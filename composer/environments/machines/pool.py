@@ -148,8 +148,10 @@ class Pool:
     """Stops the machine and makes room for another."""
     request = self._live.get(machine)
     if request is not None:
-      await self._drop(machine)
-      self._end(request)
+      try:
+        await self._drop(machine)
+      finally:
+        self._end(request)
 
   async def execute(
     self,
@@ -341,9 +343,12 @@ class Pool:
           return self._zygote
         await self._bury(self._zygote)
       driver = DRIVERS[self.config.driver]
-      self._zygote = await asyncio.to_thread(
-        driver.launch, self.config, self._harness
-      )
+      try:
+        self._zygote = await asyncio.to_thread(
+          driver.launch, self.config, self._harness
+        )
+      except OSError as error:  # this host's, not that of a machine's files
+        raise MachineError(f'no zygote could be started: {error}') from error
       self._provenance = driver.provenance(self.config, self._zygote.facts)
       return self._zygote
 

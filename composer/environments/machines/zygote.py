@@ -203,13 +203,13 @@ def ask_machine(zygote: Zygote, saved: str = '') -> Request:
 
   Raises:
     BlockingIOError: the zygote has not taken earlier requests yet.
-    MachineError: the zygote is gone.
+    MachineError: the zygote is gone, or this process has no descriptor left.
   """
   number = next(zygote.numbers)
   data = b'm'
   if zygote.virtual:
     data = _line(do='start', id=number, **{'from': saved})
-  ours, theirs = socket.socketpair()
+  ours, theirs = _pair()
   try:
     _send(zygote, data, [theirs.fileno()])
   except BaseException:
@@ -228,7 +228,7 @@ def ask_stop(zygote: Zygote, number: int) -> None:
 
 def ask_save(zygote: Zygote, number: int, folder: str) -> socket.socket:
   """Saves a virtual machine's state; a line of JSON comes when it is done."""
-  ours, theirs = socket.socketpair()
+  ours, theirs = _pair()
   try:
     data = _line(do='save', id=number, to=folder)
     _send(zygote, data, [theirs.fileno()])
@@ -239,6 +239,13 @@ def ask_save(zygote: Zygote, number: int, folder: str) -> socket.socket:
     theirs.close()
   ours.setblocking(False)
   return ours
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+  try:
+    return socket.socketpair()
+  except OSError as error:
+    raise MachineError(f'no socket for a machine: {error}') from error
 
 
 def _line(**message: Any) -> bytes:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 
+from composer.config import TasksConfig
+from composer.environments.tasks.repair import TaskSet
 from composer.records import Task
 
 INSTRUCTION = """The PostgreSQL server of this machine holds customers and orders \
@@ -64,6 +66,7 @@ HIDDEN = (
 CHECK = r'''"""Applies migration.sql to a fresh database and checks what is there."""
 
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -105,7 +108,8 @@ def answers(queries):
 def main():
   with open('rows.json') as file:
     rows = json.load(file)
-  with open('schema.sql') as file:
+  os.chmod('rows.json', 0o600)  # the server, which migration.sql commands, is
+  with open('schema.sql') as file:  # another user, and must not read the checks
     schema = file.read()
   fresh = 'drop schema public cascade; create schema public;'
   filled = fill('customers', rows['customers']) + fill('orders', rows['orders'])
@@ -179,8 +183,15 @@ def build() -> Task:
       'rows.json': rows_of(*HIDDEN),
     },
     hidden_command=('python', 'check.py'),
-    metadata={'image': 'postgres', 'driver': 'microvm'},
+    # An emulated machine takes its time, which is no fault of a session's.
+    metadata={'image': 'postgres', 'driver': 'microvm', 'seconds': 60.0},
   )
+
+
+def build_tasks(config: TasksConfig) -> TaskSet:
+  """The one task, to train on; `config` has nothing to say of it."""
+  del config
+  return TaskSet((build(),), (), ())
 
 
 def rows_of(customers, orders) -> str:

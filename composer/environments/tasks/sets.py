@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from composer.config import TasksConfig
 from composer.environments.tasks import harbor
+from composer.environments.tasks import migration
 from composer.environments.tasks import repair
 from composer.environments.tasks import repository
 from composer.environments.tasks import toolbox
@@ -15,6 +16,7 @@ KINDS: Mapping[str, Callable[[TasksConfig], TaskSet]] = {
   'repair': repair.build_tasks,
   'repository': repository.build_tasks,
   'harbor': harbor.build_tasks,
+  'migration': migration.build_tasks,
 }
 
 

@@ -17,14 +17,21 @@ Path = pathlib.Path
 
 @contextlib.contextmanager
 def directory(destination: Path, total: int) -> Iterator[Path]:
-  """A directory that takes its name when the block ends well."""
+  """A directory that takes its name when the block ends well.
+
+  Folders above it that are missing are made, and stay.
+  """
   if destination.exists() or destination.is_symlink():
     raise ValueError(
       f'{destination} exists already; remove it, or choose another name'
     )
   parent = destination.absolute().parent
-  if not parent.is_dir():
-    raise ValueError(f'{parent} is no directory; make it first')
+  try:
+    parent.mkdir(parents=True, exist_ok=True)
+  except FileExistsError as error:
+    raise ValueError(f'{parent} is no directory') from error
+  except NotADirectoryError as error:
+    raise ValueError(f'{parent}: a part of it is no directory') from error
   part = parent / f'{destination.name}.part'
   handle = _claim(part)
   try:

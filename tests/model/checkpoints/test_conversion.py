@@ -231,8 +231,16 @@ def test_an_existing_directory_is_left_alone(family, write_hf, tmp_path):
   with pytest.raises(ValueError, match='exists already'):
     checkpoints.convert(directory, tmp_path / 'ours')
   assert (tmp_path / 'ours' / 'mine').read_text() == 'x'
-  with pytest.raises(ValueError, match='no directory; make it first'):
-    checkpoints.convert(directory, tmp_path / 'none' / 'ours')
+
+
+def test_folders_above_the_destination_are_made(family, write_hf, tmp_path):
+  directory, _ = write_hf(*family)
+  checkpoints.convert(directory, tmp_path / 'new' / 'er' / 'ours')
+  assert [x.name for x in (tmp_path / 'new' / 'er').iterdir()] == ['ours']
+  (tmp_path / 'file').write_text('x')
+  for name in ('file/ours', 'file/er/ours'):
+    with pytest.raises(ValueError, match='is no directory'):
+      checkpoints.convert(directory, tmp_path / name)
 
 
 @pytest.mark.parametrize('to', ['ours', 'hf'])

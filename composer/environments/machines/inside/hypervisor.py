@@ -176,6 +176,7 @@ def save_aside(config: dict, vm: qemu.Vm, to: str, descriptor: int) -> None:
 
 def start(config: dict, folder: str, source: str, channel: int) -> qemu.Vm:
   """A machine that goes on where a saved one stopped, with its own disk."""
+  os.utime(source)  # in use: `prune` leaves it
   os.mkdir(folder)
   depth = qemu.share_disks(source, folder)
   disk = qemu.write_overlay(folder, depth, config['disk_bytes'])
@@ -302,7 +303,10 @@ def key_of(config: dict) -> str:
 
 
 def prune(cache: str, keep: str) -> None:
-  """Removes the states that were used longest ago; a fork has its own mapped."""
+  """Removes the states that were used longest ago, no sooner than an hour after.
+
+  Machines that were forked from one go on: they have it mapped.
+  """
   states = [
     entry.path
     for entry in os.scandir(cache)

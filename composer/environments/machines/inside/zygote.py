@@ -118,8 +118,8 @@ def serve_starts(control: socket.socket, config: dict, own: int) -> None:
       number += 1
       if not networks:
         running = collect(running, networks)
+      network = -1
       try:
-        network = -1
         if own >= 0:
           isolate.next_pid_namespace(own)
           network = isolate.take_network(networks)
@@ -128,7 +128,9 @@ def serve_starts(control: socket.socket, config: dict, own: int) -> None:
           be_machine(control, descriptor, config, own, number)
         running.append(Running(number, pid, network))
       except (OSError, isolate.Missing):
-        pass  # the host sees end of file and starts another
+        # The host sees end of file and starts another.
+        if network >= 0:
+          networks.append(network)
       finally:
         os.close(descriptor)
 
