@@ -174,7 +174,7 @@ def _text(data: str | bytes) -> str:
 
 def _parse(text: str) -> ast.Module | None:
   try:
-    return ast.parse(text)
+    return sources.parse(text)
   except (SyntaxError, ValueError, RecursionError, MemoryError):
     return None
 

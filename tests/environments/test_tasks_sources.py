@@ -1,7 +1,11 @@
 """Repositories as bytes: what is kept, what is left out, what is refused."""
 
+import gc
 import io
+import sys
 import tarfile
+import threading
+import time
 import zipfile
 
 import pytest
@@ -131,3 +135,41 @@ def test_neither_folder_nor_archive(tmp_path):
 def test_kinds_of_paths(path, test, configuration):
   assert sources.is_test(path) == test
   assert sources.is_configuration(path) == configuration
+
+
+class _Slow:
+  """Lets other threads in, where the garbage collector finds it."""
+
+  def __init__(self):
+    self.itself = self
+
+  def __del__(self):
+    time.sleep(0)
+
+
+def test_threads_may_parse_at_once():
+  text = 'x = ' + '(' * 30 + '1' + ')' * 30 + '\n'
+  text += '\n'.join(f'def f{i}(a):\n  return [a + {i}]' for i in range(60))
+  errors = []
+
+  def run():
+    for _ in range(60):
+      try:
+        sources.parse(text)
+      except SystemError as error:
+        errors.append(error)
+      _Slow()
+
+  before, interval = gc.get_threshold(), sys.getswitchinterval()
+  try:
+    gc.set_threshold(20)
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join(60)
+  finally:
+    gc.set_threshold(*before)
+    sys.setswitchinterval(interval)
+  assert not errors

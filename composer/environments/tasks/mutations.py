@@ -12,6 +12,8 @@ import ast
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 
+from composer.environments.tasks import sources
+
 # Written of a function whose body is to be written anew.
 STUB = 'raise NotImplementedError'
 SHORT = 3  # statements of a body below which there is nothing to write
@@ -64,7 +66,7 @@ class Text:
 
   def __init__(self, text: str):
     self.text = text
-    self.tree = ast.parse(text)
+    self.tree = sources.parse(text)
     self._starts = [0]
     # As the parser counts lines: form feeds and separators end none.
     for line in text.split('\n'):
@@ -168,7 +170,7 @@ def mutations(text: Text, function: Function) -> list[Mutation]:
 def parses(text: str, mutation: Mutation) -> bool:
   """Whether the mutated text is Python; a span in an f-string may not be."""
   try:
-    ast.parse(apply(text, (mutation.edit,)))
+    sources.parse(apply(text, (mutation.edit,)))
   except SyntaxError:
     return False
   return True

@@ -14,6 +14,7 @@ import fnmatch
 import pathlib
 import re
 import tarfile
+import threading
 import tomllib
 import zipfile
 
@@ -178,6 +179,19 @@ def _matches(path: str, patterns: tuple[str, ...]) -> bool:
   return any(fnmatch.fnmatchcase(_base(path), x) for x in patterns)
 
 
+_PARSING = threading.Lock()
+
+
+def parse(text: str | bytes) -> ast.Module:
+  """`ast.parse`, by one thread at a time.
+
+  CPython 3.11 counts the depth of the trees that all threads make as one, and
+  raises a SystemError where another thread came between.
+  """
+  with _PARSING:
+    return ast.parse(text)
+
+
 def _base(path: str) -> str:
   return path.rsplit('/', 1)[-1]
 
@@ -191,7 +205,7 @@ def _is_module(path: str, data: bytes, src: bool) -> bool:
   if any(x in NOT_SOURCE_FOLDERS or x.startswith('.') for x in folders):
     return False
   try:
-    ast.parse(data)
+    parse(data)
   except (SyntaxError, ValueError):
     return False
   return True
