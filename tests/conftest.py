@@ -18,3 +18,9 @@ if _DEVICES not in os.environ.get('XLA_FLAGS', ''):
   os.environ['XLA_FLAGS'] = (
     f'{os.environ.get("XLA_FLAGS", "")} {_DEVICES}=8'
   ).strip()
+
+
+def pytest_xdist_auto_num_workers(config) -> int:
+  """Two processes for whole folders; one for files, and for a GPU."""
+  whole = all('.py' not in argument for argument in config.args)
+  return 2 if whole and os.environ['JAX_PLATFORMS'] == 'cpu' else 0
