@@ -170,31 +170,31 @@ def text_logprobs(
 def chat_choice(
   tokenizer: Any, choice: Choice, logprobs: bool, tokens: bool, experts: bool
 ) -> dict[str, Any]:
-  x = choice.completion
-  out = {
-    'index': choice.index,
-    'message': message(choice),
-    'finish_reason': choice.finish,
-    'logprobs': chat_logprobs(tokenizer, x.tokens, x.logprobs)
-    if logprobs
-    else None,
-  }
-  if tokens or experts:
-    out['tokens'] = tokens_field(choice, experts)
-  return out
+  said, shape = (
+    {'message': message(choice)},
+    chat_logprobs if logprobs else None,
+  )
+  return _choice(tokenizer, choice, said, shape, tokens, experts)
 
 
 def text_choice(
   tokenizer: Any, choice: Choice, logprobs: bool, tokens: bool, experts: bool
 ) -> dict[str, Any]:
+  said, shape = (
+    {'text': choice.said.content},
+    text_logprobs if logprobs else None,
+  )
+  return _choice(tokenizer, choice, said, shape, tokens, experts)
+
+
+def _choice(tokenizer, choice, said, logprobs, tokens, experts):
+  """A choice that says `said`; `logprobs` is a function of their shape."""
   x = choice.completion
   out = {
     'index': choice.index,
-    'text': choice.said.content,
+    **said,
     'finish_reason': choice.finish,
-    'logprobs': text_logprobs(tokenizer, x.tokens, x.logprobs)
-    if logprobs
-    else None,
+    'logprobs': logprobs and logprobs(tokenizer, x.tokens, x.logprobs),
   }
   if tokens or experts:
     out['tokens'] = tokens_field(choice, experts)

@@ -16,9 +16,6 @@ from collections.abc import Mapping, Sequence
 import math
 
 from composer.config import RewardConfig
-from composer.rewards.effort import EffortCounts as EffortCounts
-from composer.rewards.effort import concave_cost as concave_cost
-from composer.rewards.effort import effort as effort
 
 # Part -> its signed weight. A part that is not here cannot be rewarded.
 WEIGHTS = {

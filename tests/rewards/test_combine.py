@@ -11,6 +11,7 @@ import pytest
 
 from composer.config import RewardConfig
 from composer.rewards import combine as c
+from composer.rewards import effort as e
 
 xs = st.floats(0, 1e4)
 ks = st.floats(1e-3, 10)
@@ -27,14 +28,14 @@ def test_cost_is_the_integral_of_its_slope(x, k, q):
     weight = 1 if i in (0, steps) else 4 if i % 2 else 2
     total += weight * math.exp((1 - q) * top * i / steps) / k
   area = total * top / steps / 3
-  assert c.concave_cost(x, k, q) == pytest.approx(area, rel=1e-6, abs=1e-12)
+  assert e.concave_cost(x, k, q) == pytest.approx(area, rel=1e-6, abs=1e-12)
 
 
 @given(ks, qs, xs, xs)
 def test_cost_increases_and_is_concave(k, q, a, b):
   low, high = sorted((a, b))
   middle = (low + high) / 2
-  at = [c.concave_cost(x, k, q) for x in (low, middle, high)]
+  at = [e.concave_cost(x, k, q) for x in (low, middle, high)]
   slack = 1e-9 * (1 + abs(at[2]))
   assert at[0] <= at[1] + slack and at[1] <= at[2] + slack
   assert at[1] >= (at[0] + at[2]) / 2 - slack
@@ -45,22 +46,22 @@ def test_cost_increases_and_is_concave(k, q, a, b):
 def test_cost_starts_at_zero_with_slope_one():
   for k in (0.0, 0.1, 3.0):
     for q in (0.0, 0.5, 1.0, 2.0):
-      assert c.concave_cost(0.0, k, q) == 0.0
-      assert c.concave_cost(1e-7, k, q) == pytest.approx(1e-7, rel=1e-5)
+      assert e.concave_cost(0.0, k, q) == 0.0
+      assert e.concave_cost(1e-7, k, q) == pytest.approx(1e-7, rel=1e-5)
 
 
 @given(xs, ks, st.floats(-1e-6, 1e-6))
 def test_cost_is_continuous_at_q_one(x, k, off):
   want = math.log1p(k * x) / k
-  assert c.concave_cost(x, k, 1.0) == want
-  assert c.concave_cost(x, k, 1.0 + off) == pytest.approx(want, rel=1e-4)
+  assert e.concave_cost(x, k, 1.0) == want
+  assert e.concave_cost(x, k, 1.0 + off) == pytest.approx(want, rel=1e-4)
 
 
 def test_cost_by_hand():
   # k = 1/2, q = 1/2, x = 6: (4^(1/2) - 1) / (1/4) = 4.
-  assert c.concave_cost(6.0, 0.5, 0.5) == pytest.approx(4.0, rel=1e-14)
+  assert e.concave_cost(6.0, 0.5, 0.5) == pytest.approx(4.0, rel=1e-14)
   # q = 2: (1/(1 + kx) - 1) / -k = x / (1 + kx).
-  assert c.concave_cost(3.0, 2.0, 2.0) == pytest.approx(
+  assert e.concave_cost(3.0, 2.0, 2.0) == pytest.approx(
     float(Fraction(3, 7)), rel=1e-14
   )
 
@@ -77,7 +78,7 @@ def test_cost_by_hand():
 )
 def test_cost_refuses_what_is_not_concave(x, k, q):
   with pytest.raises(ValueError, match='finite and at least 0'):
-    c.concave_cost(x, k, q)
+    e.concave_cost(x, k, q)
 
 
 def test_effort_weighs_counts():
@@ -87,8 +88,8 @@ def test_effort_weighs_counts():
     effort_per_turn=0.25,
     effort_q=0.0,
   )
-  counts = c.EffortCounts(tokens=4, calls=3, turns=8)
-  assert c.effort(config, counts) == pytest.approx(2.0 + 3.0 + 2.0)
+  counts = e.EffortCounts(tokens=4, calls=3, turns=8)
+  assert e.effort(config, counts) == pytest.approx(2.0 + 3.0 + 2.0)
 
 
 def test_combine_by_hand():

@@ -24,6 +24,7 @@ from composer.records import Completion
 from composer.records import EngineError
 from composer.records import Task
 from composer.rewards import combine
+from composer.rewards import effort as effort_lib
 from composer.rollout import session as session_lib
 
 TOKENIZER = tokenizer_lib.load()
@@ -240,7 +241,7 @@ def test_reward_has_named_parts():
   solved = run(ScriptedSampler([' edit L2 <$', ' submit$']))
   failed = run(ScriptedSampler([' edit L2 >$', ' submit$']))
   config = EXPERIMENT.reward
-  effort = combine.effort(config, combine.EffortCounts(6, 2, 2))
+  effort = effort_lib.effort(config, effort_lib.EffortCounts(6, 2, 2))
   assert solved.reward_parts == {'tests': 1.0, 'effort': effort}
   assert failed.reward_parts == {'tests': 0.0, 'effort': effort}
   assert solved.reward == combine.combine(config, solved.reward_parts)
@@ -274,10 +275,12 @@ def test_broken_calls_are_answered_and_kept():
   tokens = segment.tokens.tolist()
   at = next(i for i in range(len(tokens)) if tokens[i : i + 5] == cut)
   assert segment.sampled[at : at + 5].tolist() == [1, 1, 1, 1, 0]
-  counts = combine.EffortCounts(
+  counts = effort_lib.EffortCounts(
     tokens=int(segment.sampled.sum()), calls=5, turns=6
   )
-  assert got.reward_parts['effort'] == combine.effort(EXPERIMENT.reward, counts)
+  assert got.reward_parts['effort'] == effort_lib.effort(
+    EXPERIMENT.reward, counts
+  )
 
 
 def test_a_long_observation_keeps_its_markers(world):
@@ -371,8 +374,10 @@ def test_a_summary_starts_a_segment_and_the_machine_goes_on():
   assert total == 5 * 4 + 4 + 2  # each sampled token once
   assert [t.segment for t in got.turns] == [0] * 10 + [1] * 5
   assert kinds(got)[9:11] == ['summary', 'prompt']
-  counts = combine.EffortCounts(total, 6, 6)
-  assert got.reward_parts['effort'] == combine.effort(EXPERIMENT.reward, counts)
+  counts = effort_lib.EffortCounts(total, 6, 6)
+  assert got.reward_parts['effort'] == effort_lib.effort(
+    EXPERIMENT.reward, counts
+  )
 
 
 def test_a_cut_summary_is_closed_by_the_harness():
