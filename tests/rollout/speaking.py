@@ -2,7 +2,10 @@
 
 import json
 
+import numpy as np
+
 from composer.model.vocabularies import bpe
+from composer.records import Completion
 
 CONTROLS = (
   '<|endoftext|>', '<|im_start|>', '<|im_end|>', '<tool_call>', '</tool_call>',
@@ -51,3 +54,21 @@ def turn(*calls, thinking='', text=''):
     body = json.dumps({'name': name, 'arguments': arguments})
     ids += [mark('<tool_call>'), *encode(body), mark('</tool_call>')]
   return [*ids, mark('<|im_end|>')]
+
+
+def answer(request, tokens):
+  """What an engine with one MoE layer gives of these sampled tokens."""
+  total = len(request.tokens) + len(tokens)
+  computed = np.zeros(total, np.int32)
+  computed[-1] = -1
+  experts = np.zeros((total, 1, 2), np.int16)
+  experts[..., 1] = 1
+  experts[-1] = -1
+  return Completion(
+    tokens=np.array(tokens, np.int32),
+    logprobs=np.full(len(tokens), -1.0, np.float32),
+    versions=np.zeros(len(tokens), np.int32),
+    experts=experts,
+    computed_versions=computed,
+    stop_reason='stop' if tokens[-1] in request.stop_tokens else 'length',
+  )

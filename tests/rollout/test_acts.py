@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 from speaking import TOKENIZER
+from speaking import answer
 from speaking import turn
 
 from composer import chat
@@ -24,7 +25,6 @@ from composer.environments.machines import Pool
 from composer.environments.machines import process
 from composer.environments.tools import Tool
 from composer.environments.tools import ToolResult
-from composer.records import Completion
 from composer.records import EngineError
 from composer.records import Task
 from composer.rewards import judge as judge_lib
@@ -68,20 +68,7 @@ class Sampler:
     if isinstance(said, Exception):
       raise said
     tokens = said[: request.max_tokens]
-    total = len(request.tokens) + len(tokens)
-    computed = np.zeros(total, np.int32)
-    computed[-1] = -1
-    experts = np.zeros((total, 1, 2), np.int16)
-    experts[..., 1] = 1
-    experts[-1] = -1
-    return Completion(
-      tokens=np.array(tokens, np.int32),
-      logprobs=np.full(len(tokens), -1.0, np.float32),
-      versions=np.zeros(len(tokens), np.int32),
-      experts=experts,
-      computed_versions=computed,
-      stop_reason='stop' if tokens[-1] in request.stop_tokens else 'length',
-    )
+    return answer(request, tokens)
 
 
 class Machine:

@@ -4,8 +4,8 @@ import asyncio
 import dataclasses
 import re
 
-import numpy as np
 import pytest
+from speaking import answer
 
 from composer import chat
 from composer import templates
@@ -15,7 +15,6 @@ from composer.config import ModelConfig
 from composer.config import SessionConfig
 from composer.environments.tools import Tool
 from composer.environments.tools import ToolResult
-from composer.records import Completion
 from composer.records import Task
 from composer.rewards.verify import Grade
 from composer.rollout import session as session_lib
@@ -37,20 +36,7 @@ class Sampler:
   async def sample(self, request):
     tokens = self.turns[len(self.requests)][: request.max_tokens]
     self.requests.append(request)
-    total = len(request.tokens) + len(tokens)
-    computed = np.zeros(total, np.int32)
-    computed[-1] = -1
-    experts = np.zeros((total, 1, 2), np.int16)
-    experts[..., 1] = 1
-    experts[-1] = -1
-    return Completion(
-      tokens=np.array(tokens, np.int32),
-      logprobs=np.full(len(tokens), -1.0, np.float32),
-      versions=np.zeros(len(tokens), np.int32),
-      experts=experts,
-      computed_versions=computed,
-      stop_reason='stop' if tokens[-1] in request.stop_tokens else 'length',
-    )
+    return answer(request, tokens)
 
 
 class Machine:
