@@ -1,4 +1,4 @@
-"""What a model and its numerics must satisfy; `config.validate` calls these.
+"""What the fields of an experiment must satisfy; `config.validate` calls these.
 
 Every check raises `ValueError` with the field, its value and the remedy.
 """
@@ -14,6 +14,7 @@ if typing.TYPE_CHECKING:
   from composer import config
 
 MOST_EXPERTS = 2**15 - 1
+_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
 
 
 def require(holds: bool, what: str, remedy: str) -> None:
@@ -256,3 +257,86 @@ def check_rows(experiment: config.Experiment) -> None:
       'bitwise numerics need blocks of one size, two or more; change either, or'
       ' set numerics.mode=fast',
     )
+
+
+def check_names(experiment: config.Experiment) -> None:
+  for path, value in (
+    ('name', experiment.name),
+    ('fleet.cluster', experiment.fleet.cluster),
+  ):
+    require(
+      _NAME.fullmatch(value) is not None,
+      f'{path}={value!r} cannot name a directory',
+      'use letters, digits, ".", "_" and "-", a letter or digit first',
+    )
+  exchange = experiment.weights.exchange
+  schemes = ('memory://', 'file://', 'gs://', 's3://')
+  require(
+    not exchange or exchange.startswith(schemes),
+    f'weights.exchange={exchange!r} is of an unknown scheme',
+    f'use one of {", ".join(schemes)}, or leave it empty for'
+    ' file://<workdir>/exchange',
+  )
+
+
+def check_rl(experiment: config.Experiment) -> None:
+  rl, fleet = experiment.rl, experiment.fleet
+  require(
+    rl.group_size >= 2,
+    f'rl.group_size={rl.group_size}',
+    'the advantage of a group of one is always 0 and nothing would be learnt,'
+    ' use 2 or more',
+  )
+  for path, rows in (
+    ('rl.micro_batch', rl.micro_batch),
+    ('midtrain.batch_size', experiment.midtrain.batch_size),
+  ):
+    require(
+      rows % fleet.trainer_processes == 0,
+      f'{path}={rows} is not divisible by'
+      f' fleet.trainer_processes={fleet.trainer_processes}',
+      'every process takes as many rows',
+    )
+  require(
+    2 * fleet.heartbeat_s <= fleet.lease_s,
+    f'fleet.lease_s={fleet.lease_s} is under twice'
+    f' fleet.heartbeat_s={fleet.heartbeat_s}',
+    'leases are renewed with the heartbeat and would expire under their holder',
+  )
+
+
+def check_lengths(experiment: config.Experiment) -> None:
+  session, engine = experiment.session, experiment.engine
+  block = experiment.numerics.kv_block
+  for path, value in (
+    ('midtrain.sequence_length', experiment.midtrain.sequence_length),
+    ('rl.sequence_length', experiment.rl.sequence_length),
+    ('engine.max_context', engine.max_context),
+  ):
+    require(
+      value % block == 0,
+      f'{path}={value} is not a multiple of numerics.kv_block={block}',
+      f'use {-(-value // block) * block}',
+    )
+  # A summary is asked for by one token and may need an <end> of the harness's.
+  summary = session.summary_tokens + 2 if session.max_summaries else 0
+  require(
+    engine.max_context >= session.context_tokens + summary,
+    f'engine.max_context={engine.max_context} does not hold'
+    f' session.context_tokens={session.context_tokens} and {summary} tokens of'
+    ' a summary',
+    'raise it, or lower session.context_tokens or session.summary_tokens',
+  )
+  require(
+    experiment.rl.sequence_length >= engine.max_context,
+    f'rl.sequence_length={experiment.rl.sequence_length} is shorter than'
+    f' engine.max_context={engine.max_context}',
+    'a segment must fit into one packed row, raise it',
+  )
+  pages = engine.max_context // block + 1  # one is scratch
+  require(
+    engine.pages >= pages,
+    f'engine.pages={engine.pages} does not hold one sequence of'
+    f' engine.max_context={engine.max_context} tokens',
+    f'use {pages} or more',
+  )

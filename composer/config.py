@@ -16,7 +16,6 @@ import json
 import math
 import os
 import pathlib
-import re
 import typing
 from typing import Any
 
@@ -663,8 +662,6 @@ SHARES = frozenset(
   }
 )
 
-_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
-
 
 def validate(experiment: Experiment) -> Experiment:
   """Returns the experiment if it can work.
@@ -678,15 +675,15 @@ def validate(experiment: Experiment) -> Experiment:
       _check_choice(path, value)
     elif kind in (int, float):
       _check_range(path, value)
-  _check_names(experiment)
+  checks.check_names(experiment)
   checks.check_tasks(experiment)
   checks.check_tool_servers(experiment.session)
   checks.check_judge(experiment.judge)
   checks.check_model(experiment.model)
   checks.check_numerics(experiment.numerics)
   checks.check_parallel(experiment)
-  _check_rl(experiment)
-  _check_lengths(experiment)
+  checks.check_rl(experiment)
+  checks.check_lengths(experiment)
   checks.check_rows(experiment)
   return experiment
 
@@ -709,85 +706,3 @@ def _check_range(path: str, value: float) -> None:
     _require(value >= 0, f'{path}={value} is negative', 'use 0 or more')
   else:
     _require(value > 0, f'{path}={value} is not positive', 'use more than 0')
-
-
-def _check_names(experiment: Experiment) -> None:
-  for path in ('name', 'fleet.cluster'):
-    value = _get(experiment, path)
-    _require(
-      _NAME.fullmatch(value) is not None,
-      f'{path}={value!r} cannot name a directory',
-      'use letters, digits, ".", "_" and "-", a letter or digit first',
-    )
-  exchange = experiment.weights.exchange
-  schemes = ('memory://', 'file://', 'gs://', 's3://')
-  _require(
-    not exchange or exchange.startswith(schemes),
-    f'weights.exchange={exchange!r} is of an unknown scheme',
-    f'use one of {", ".join(schemes)}, or leave it empty for'
-    ' file://<workdir>/exchange',
-  )
-
-
-def _check_rl(experiment: Experiment) -> None:
-  rl, fleet = experiment.rl, experiment.fleet
-  _require(
-    rl.group_size >= 2,
-    f'rl.group_size={rl.group_size}',
-    'the advantage of a group of one is always 0 and nothing would be learnt,'
-    ' use 2 or more',
-  )
-  for path, rows in (
-    ('rl.micro_batch', rl.micro_batch),
-    ('midtrain.batch_size', experiment.midtrain.batch_size),
-  ):
-    _require(
-      rows % fleet.trainer_processes == 0,
-      f'{path}={rows} is not divisible by'
-      f' fleet.trainer_processes={fleet.trainer_processes}',
-      'every process takes as many rows',
-    )
-  _require(
-    2 * fleet.heartbeat_s <= fleet.lease_s,
-    f'fleet.lease_s={fleet.lease_s} is under twice'
-    f' fleet.heartbeat_s={fleet.heartbeat_s}',
-    'leases are renewed with the heartbeat and would expire under their holder',
-  )
-
-
-def _check_lengths(experiment: Experiment) -> None:
-  session, engine = experiment.session, experiment.engine
-  block = experiment.numerics.kv_block
-  for path in (
-    'midtrain.sequence_length',
-    'rl.sequence_length',
-    'engine.max_context',
-  ):
-    value = _get(experiment, path)
-    _require(
-      value % block == 0,
-      f'{path}={value} is not a multiple of numerics.kv_block={block}',
-      f'use {-(-value // block) * block}',
-    )
-  # A summary is asked for by one token and may need an <end> of the harness's.
-  summary = session.summary_tokens + 2 if session.max_summaries else 0
-  _require(
-    engine.max_context >= session.context_tokens + summary,
-    f'engine.max_context={engine.max_context} does not hold'
-    f' session.context_tokens={session.context_tokens} and {summary} tokens of'
-    ' a summary',
-    'raise it, or lower session.context_tokens or session.summary_tokens',
-  )
-  _require(
-    experiment.rl.sequence_length >= engine.max_context,
-    f'rl.sequence_length={experiment.rl.sequence_length} is shorter than'
-    f' engine.max_context={engine.max_context}',
-    'a segment must fit into one packed row, raise it',
-  )
-  pages = engine.max_context // block + 1  # one is scratch
-  _require(
-    engine.pages >= pages,
-    f'engine.pages={engine.pages} does not hold one sequence of'
-    f' engine.max_context={engine.max_context} tokens',
-    f'use {pages} or more',
-  )
