@@ -14,6 +14,7 @@ import numpy as np
 
 from pallas_kernels import attention
 from pallas_kernels import bench
+from pallas_kernels import bench_others
 from pallas_kernels import dispatch
 from pallas_kernels import paged_attention
 from pallas_kernels.attention import shapes
@@ -72,6 +73,8 @@ def packed(shape: shapes.Shape) -> Iterator[bench.Row]:
       theirs = functools.partial(_library, who=who, scale=scale)
       row = bench.Row('attention', shape.name, who, flops=shape.flops)
       yield bench._timed(row, theirs, q, k, wide)
+  row = bench.Row('attention', shape.name, 'tokamax', flops=shape.flops)
+  yield from bench_others.attention(row, q, k, v, scale)
   yield from _gradients(shape, ours, q, k, v, wide, dout, scale)
   torch = bench._torch()
   if torch is not None and not shape.shared:

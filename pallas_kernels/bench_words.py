@@ -1,24 +1,20 @@
 """The rows of the benchmark for route, delta, quantize and packed weights.
 
-What these do takes as long as a launch or less, so where the profiler sees the
-device, a time is the sum of the kernels' own, without the gaps between them.
+What these do takes as long as a launch or less, so on a GPU a time is the sum of
+the kernels' own, without the gaps between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 import dataclasses
-import glob
-import gzip
-import json
-import pathlib
-import tempfile
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import bench
+from pallas_kernels import bench_time
 from pallas_kernels import delta
 from pallas_kernels import dispatch
 from pallas_kernels import grouped_matmul
@@ -36,46 +32,14 @@ from pallas_kernels.route import shapes as route_shapes
 Row = bench.Row
 
 
-def device_seconds(function: Callable[..., Any], *arguments: Any) -> float:
-  """Time of a call's kernels on the device; of the call where none are seen."""
-  jax.block_until_ready(function(*arguments))
-  calls = 5
-  with tempfile.TemporaryDirectory() as folder:
-    with jax.profiler.trace(folder):
-      for _ in range(calls):
-        out = function(*arguments)
-      jax.block_until_ready(out)
-    events = []
-    for name in glob.glob(f'{folder}/**/*.trace.json.gz', recursive=True):
-      text = gzip.decompress(pathlib.Path(name).read_bytes())
-      events += json.loads(text)['traceEvents']
-  devices = {
-    event['pid']
-    for event in events
-    if event.get('name') == 'process_name' and 'GPU' in str(event['args'])
-  }
-  streams = {
-    (event['pid'], event['tid'])
-    for event in events
-    if event.get('name') == 'thread_name' and 'Stream' in str(event['args'])
-  }
-  spent = [
-    event['dur']
-    for event in events
-    if event.get('ph') == 'X'
-    and event['pid'] in devices
-    and (event['pid'], event['tid']) in streams
-  ]
-  if not spent:
-    return bench.seconds(lambda: function(*arguments), jax.block_until_ready)
-  return sum(spent) * 1e-6 / calls
-
-
 def _timed(row: Row, function: Callable[..., Any], *arguments: Any) -> Row:
   if dispatch.platform() != 'gpu':
     return bench._timed(row, function, *arguments)
   try:
-    took = device_seconds(jax.jit(function), *arguments)
+    ready = jax.jit(function)
+    took = bench_time.device_seconds(
+      lambda: ready(*arguments), jax.block_until_ready
+    )
   except Exception as error:  # one shape must not end the benchmark
     return dataclasses.replace(row, note=f'{type(error).__name__}: {error}')
   return dataclasses.replace(row, seconds=took)

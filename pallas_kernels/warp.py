@@ -367,6 +367,18 @@ class Ptx:
     self.lines.append(f'ld.global{hint}{vector}.u32 {names}, [{address}];')
     return out
 
+  def prefetch(self, ref: Ref, index: Any, count: int) -> None:
+    """Asks for `count` elements to come to the L2 cache; multiples of 16 bytes.
+
+    One lane asks, and what it asks for must be there.
+    """
+    address = self._address(ref, index)
+    first = self.compare('eq', self.lane, 0)
+    self.lines.append(
+      f'@{first.raw} cp.async.bulk.prefetch.L2.global [{address}],'
+      f' {count * ref.bytes};'
+    )
+
   def store_words(self, ref: Ref, index: Any, words: Sequence[Value]) -> None:
     """1, 2 or 4 b32 or f32 to an element at a multiple of their bytes."""
     address = self._address(ref, index)

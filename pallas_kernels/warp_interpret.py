@@ -234,6 +234,11 @@ class Lanes:
     words = parts.view(np.uint32)
     return [self._value('b32', words[:, :, i]) for i in range(count)]
 
+  def prefetch(self, ref: Ref, index: Any, count: int) -> None:
+    """Only that the elements are there."""
+    first = self._place(ref, index, count)[:, 0]
+    assert not (first * ref.bytes % 16).any() and not count * ref.bytes % 16
+
   def store_words(self, ref: Ref, index: Any, words: Sequence[Value]) -> None:
     each = 4 * len(words) // ref.bytes
     place = self._place(ref, index, each)[self.active]

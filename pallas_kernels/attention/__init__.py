@@ -39,6 +39,7 @@ def attention(
   scale: float,
   block: int,
   width: int = 0,
+  split: int = 0,
   implementation: str | None = None,
   tiles: Any = None,
 ) -> jax.Array:
@@ -56,6 +57,10 @@ def attention(
       of what is computed: another block rounds elsewhere. For rows that do not
       depend on where their segment is packed, segments start at its multiples.
     width: see `v`.
+    split: tokens of a split of keys, 0 for none: see `gpu_splits`. Part of what
+      is computed, for those who want the bits of `paged_attention` with that
+      split. The other implementations do not cut, nor do they in
+      `paged_attention`.
     implementation: a name of `dispatch.NAMES`; None: the best there is.
     tiles: `gpu.Tiles` of the forward kernel, instead of those that fit best.
 
@@ -67,6 +72,7 @@ def attention(
       implementation that cannot run.
   """
   _check(q, k, v, segment_ids, scale, block, width)
+  check_split(split, block)
   b, t, h = q.shape[:3]
   width = width if v is None else v.shape[-1]
   chosen = _choose(q, k, v, block, width, implementation)
@@ -94,6 +100,7 @@ def attention(
     width,
     chosen,
     tiles,
+    split,
   )
   return out.reshape(b, t + pad, *out.shape[1:])[:, :t]
 
@@ -152,6 +159,14 @@ def check_heads(q, k, v, scale, block, width) -> None:
     raise ValueError(f'block={block} must be at least 1')
 
 
+def check_split(split: int, block: int) -> None:
+  """ValueError for a split that is no number of blocks, or too short."""
+  if split and (split % block or split < 128):
+    raise ValueError(
+      f'split={split} must be a multiple of block={block} and at least 128, or 0'
+    )
+
+
 def _check(q, k, v, segment_ids, scale, block, width) -> None:
   if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2]:
     raise ValueError(
@@ -193,26 +208,26 @@ def _module(chosen: str):
   return module, {'interpret': chosen.endswith('interpret')}
 
 
-def _run(q, k, v, starts, ends, scale, block, width, chosen, tiles):
+def _run(q, k, v, starts, ends, scale, block, width, chosen, tiles, split):
   module, more = _module(chosen)
   if chosen.startswith('gpu'):
-    more['tiles'] = tiles
+    more |= dict(tiles=tiles, split=split)
   sizes = dict(block=block, width=width, scale=scale)
   return module.forward(q, k, v, starts, ends, **sizes, **more)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8, 9))
-def _attention(q, k, v, starts, ends, scale, block, width, chosen, tiles):
-  return _run(q, k, v, starts, ends, scale, block, width, chosen, tiles)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8, 9, 10))
+def _attention(q, k, v, starts, ends, *constants):
+  return _run(q, k, v, starts, ends, *constants)[0]
 
 
-def _forward(q, k, v, starts, ends, scale, block, width, chosen, tiles):
-  out, log = _run(q, k, v, starts, ends, scale, block, width, chosen, tiles)
+def _forward(q, k, v, starts, ends, *constants):
+  out, log = _run(q, k, v, starts, ends, *constants)
   return out, (q, k, v, starts, ends, out, log)
 
 
-def _backward(scale, block, width, chosen, tiles, saved, dout):
-  del tiles
+def _backward(scale, block, width, chosen, tiles, split, saved, dout):
+  del tiles, split
   q, k, v, starts, ends, out, log = saved
   dots = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
   module, more = _module(chosen)

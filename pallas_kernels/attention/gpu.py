@@ -67,25 +67,31 @@ def forward(
   block: int,
   width: int,
   scale: float,
+  split: int = 0,
   tiles: Tiles | None = None,
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """Packed attention: out [T, H, W] and log-sum-exp float32 [T, H].
 
-  The arguments are those of `reference.forward`.
+  The arguments are those of `reference.forward`, and `split` of the package.
   """
   t, h, key = q.shape
   g = k.shape[1]
   work = plan(
-    key, width, block, scale, v is None, False, tiles, interpret, log=True
+    *(key, width, block, scale, v is None, False, tiles, interpret),
+    split=split,
+    long=t > split,
+    log=True,
   )
   high = -(-t // (ROWS * work.units)) * ROWS * work.units
   starts = jnp.pad(starts, (0, high - t))
   ends = jnp.pad(ends, (0, high - t), constant_values=-1)
-  items = work_lib.packed_items(starts, ends, ROWS * work.units, block, h, g)
+  items = work_lib.packed_items(
+    starts, ends, ROWS * work.units, block, h, g, work.split
+  )
   items = work_lib.longest_first(items, work.sms)
   pages = lambda x: x.reshape(t // block, block, *x.shape[1:])  # noqa: E731
-  out, log = gpu_kernel.run(
+  out, log, *_ = gpu_kernel.run(
     work,
     items,
     jnp.zeros((1, 1), jnp.int32),
@@ -140,11 +146,15 @@ def plan(
   *,
   log: bool,
   few: bool = False,
+  split: int = 0,
+  long: bool = False,
+  apart: bool = False,
 ) -> Work:
   """The constants of a kernel; without tiles, those that fit best.
 
   Args:
     few: whether an item has at most 64 rows.
+    split: tokens of a split.
     (others): see `Work`.
   """
   if tiles is None:
@@ -153,8 +163,18 @@ def plan(
     raise ValueError(
       f'{tiles}: where values are part of the keys there must be 2 consumers'
     )
-  factor = scale * LOG2E
-  sms = 2 if interpret else mosaic.cores()
   return Work(
-    tiles, key, width, block, factor, sms, shared, paged, log, interpret
+    tiles,
+    key,
+    width,
+    block,
+    factor=scale * LOG2E,
+    sms=2 if interpret else mosaic.cores(),
+    shared=shared,
+    paged=paged,
+    log=log,
+    split=split // block,
+    long=split > 0 and long,
+    apart=apart and split > 0 and long,
+    interpret=interpret,
   )

@@ -230,7 +230,7 @@ def _query_body(r: _Refs, item, trips, work: Work, producer: bool):
   t = work.tiles
 
   def one_item(trip, step):
-    row, head, _, kv_head, _, first, middle, end = item(trip)
+    row, head, _, kv_head, _, first, middle, end, _ = item(trip)
     if producer:
       plgpu.barrier_wait(r.stay[1])
       for unit in range(t.consumers):

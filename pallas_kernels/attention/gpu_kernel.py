@@ -11,7 +11,8 @@ the registers of one warpgroup. There both consumers compute the scores of the
 same rows, and each its part of the columns of the output.
 
 What a row is merged with, in what order and by what expression depends on
-nothing but its position; the expression is that of `reference`.
+nothing but its position; within a split the expression is that of `reference`,
+and `gpu_splits` has that of merging splits.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import mosaic
+from pallas_kernels.attention import gpu_splits
 from pallas_kernels.attention import gpu_tiles
 
 ROWS = gpu_tiles.ROWS
@@ -46,11 +48,16 @@ def run(
   v: jax.Array | None,
   log_rows: int,
 ) -> Any:
-  """The kernel over items (see `work`): out, and with `work.log` [H, R] logs.
+  """The kernel over items (see `work`).
+
+  Returns:
+    out [R, H, W], and with `work.log` the logs [H, R]. With `work.apart` the sums
+    float32 [I, 64 units, W] and [I, 2, 64 units], maximum and sum of weights.
+    What comes after that is memory that the kernel used.
 
   Args:
     work: constants.
-    items: int32 [I, 8].
+    items: int32 [I, 9].
     pages: int32 [N, M]; not read where `work.paged` is false.
     low, high: int32, keys that a row sees; indexed as items say.
     q: [R, H, K].
@@ -58,14 +65,22 @@ def run(
     v: [P, S, G, W] or None.
     log_rows: rows of the logs, to the end of the last tile.
   """
-  out = jax.ShapeDtypeStruct((*q.shape[:2], work.width), q.dtype)
-  logs = jax.ShapeDtypeStruct((q.shape[1], log_rows), jnp.float32)
+  grid = min(work.sms, items.shape[0])
+  whole = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+  out = [jax.ShapeDtypeStruct((*q.shape[:2], work.width), q.dtype)]
+  if work.apart:
+    rows = items.shape[0], work.units * ROWS
+    out = [whole(*rows, work.width), whole(rows[0], 2, rows[1])]
+  elif work.log:
+    out.append(whole(q.shape[1], log_rows))
+  if work.merges:
+    out.append(whole(grid * work.tiles.consumers, ROWS, work.columns))
   arrays = [items, pages, low, high, q, k] + ([] if v is None else [v])
   return mosaic.launch(
     mosaic.partial(_body, work=work),
-    out=(out, logs) if work.log else (out,),
+    out=tuple(out),
     scratch=_scratch(work, q.dtype),
-    grid=min(work.sms, items.shape[0]),
+    grid=grid,
     warpgroups=work.tiles.consumers + 1,
     interpret=work.interpret,
     approximate=True,
@@ -103,7 +118,7 @@ def _scratch(work: Work, dtype) -> list[Any]:
 
   return [
     tuple(mosaic.tiled(shape, dtype) for shape in buffers),
-    mosaic.linear((t.consumers, ROWS), jnp.float32),
+    mosaic.linear((t.consumers, 2, ROWS), jnp.float32),
     pair(queries, t.slots),
     pair(work.parts + more, t.stages),
     pair(1, t.stages),
@@ -123,7 +138,8 @@ class _Refs:
   k: Any
   v: Any
   out: Any
-  logs: Any
+  logs: Any  # with `work.apart` maximum and sum of weights
+  kept: Any  # merged sums of the splits before
   buffers: Any
   log: Any
   queries: Any  # barriers (full, empty), as the next two
@@ -136,8 +152,10 @@ def _body(*refs, work: Work):
   refs = list(refs)
   if work.shared:
     refs.insert(6, None)
-  if not work.log:
+  if not work.log and not work.apart:
     refs.insert(8, None)
+  if not work.merges:
+    refs.insert(9, None)
   r = _Refs(*refs)
   item, trips = items_of_block(r.items, work.sms)
   wg = lax.axis_index('wg')
@@ -178,11 +196,15 @@ def items_of_block(items, sms: int):
 def _produce(r: _Refs, item, trips, work: Work):
   t = work.tiles
 
-  def one_item(trip, step):
-    row, head, _, kv_head, sequence, first, _, end = item(trip)
-    slot = lax.rem(trip, jnp.int32(t.slots))
-    plgpu.barrier_wait(r.queries[1].at[slot])
-    _load_queries(r, row, head, slot, work)
+  def one_item(trip, carry):
+    step, done = carry
+    row, head, _, kv_head, sequence, first, _, end, _ = item(trip)
+    slot = lax.rem(done, jnp.int32(t.slots))
+
+    @_where_some(first, end, work)
+    def _():
+      plgpu.barrier_wait(r.queries[1].at[slot])
+      _load_queries(r, row, head, slot, work)
 
     def one_block(j, step):
       stage = lax.rem(step, jnp.int32(t.stages))
@@ -190,9 +212,10 @@ def _produce(r: _Refs, item, trips, work: Work):
       _load_block(r, page, kv_head, stage, work)
       return step + 1
 
-    return lax.fori_loop(first, end, one_block, step)
+    step = lax.fori_loop(first, end, one_block, step)
+    return step, done + jnp.minimum(end - first, 1)
 
-  lax.fori_loop(0, trips, one_item, jnp.int32(0))
+  lax.fori_loop(0, trips, one_item, (jnp.int32(0), jnp.int32(0)))
   # Leaves the barriers as they were.
   for slot in range(t.slots):
     plgpu.barrier_wait(r.queries[1].at[slot])
@@ -200,6 +223,11 @@ def _produce(r: _Refs, item, trips, work: Work):
     plgpu.barrier_wait(r.keys[1].at[stage])
     if not work.shared:
       plgpu.barrier_wait(r.values[1].at[stage])
+
+
+def _where_some(first, end, work: Work):
+  """Runs a function at once, where an item can be empty only if it is not."""
+  return pl.when(end > first) if work.apart else lambda function: function()
 
 
 def _load_queries(r: _Refs, row, head, slot, work: Work):
@@ -260,44 +288,102 @@ def _consume(r: _Refs, item, trips, work: Work):
   if behind == 'all':
     pl.when(later)(lambda: _turn(r))
 
-  def one_item(trip, step):
-    row, head, bounds, _, _, first, middle, end = item(trip)
-    unit = 0 if work.shared else wg
-    slot = lax.rem(trip, jnp.int32(t.slots))
-    plgpu.barrier_wait(r.queries[0].at[slot])
-    if t.slots > 1:
-      # The output of the item before has left its slot by now.
-      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-      pl.when(trip > 0)(lambda: plgpu.barrier_arrive(r.queries[1].at[1 - slot]))
-    by_row = plgpu.Layout.WGMMA.reduce(1)
-    here = pl.ds(pl.multiple_of(bounds + unit * ROWS, ROWS), ROWS)
+  def one_item(trip, carry):
+    step, done = carry
+    whole = item(trip)
+    _where_some(whole[5], whole[7], work)(
+      lambda: _consume_item(r, whole, step, done, behind, work)
+    )
+    some = whole[7] - whole[5]
+    return step + some, done + jnp.minimum(some, 1)
 
-    def sees(masked):
-      if not masked:
-        return None
-      loads = (mosaic.load(x.at[here], by_row) for x in (r.low, r.high))
-      return tuple(loads)
-
-    if behind == 'each':
-      pl.when(later)(lambda: _turn(r))
-    overlap = t.overlap and not work.shared
-    run = _overlapped if overlap else _plain
-    carry = run(r, step, slot, (first, middle, end), sees, turns, work)
-    if behind == 'each':
-      pl.when(sooner)(lambda: _turn(r))
-    _finish(r, row + unit * ROWS, head, slot, carry, work)
-    if t.slots == 1:
-      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-      plgpu.barrier_arrive(r.queries[1].at[0])
-    return step + end - first
-
-  lax.fori_loop(0, trips, one_item, jnp.int32(0))
+  zero = jnp.int32(0)
+  _, done = lax.fori_loop(0, trips, one_item, (zero, zero))
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)
   if t.slots > 1:
-    last = lax.rem(trips - 1, jnp.int32(2))
-    plgpu.barrier_arrive(r.queries[1].at[last])
+    last = lax.rem(jnp.maximum(done - 1, 0), jnp.int32(2))
+    pl.when(done > 0)(lambda: plgpu.barrier_arrive(r.queries[1].at[last]))
   if behind == 'all':
     pl.when(sooner)(lambda: _turn(r))
+
+
+def _consume_item(r: _Refs, item, step, done, behind: str, work: Work):
+  """`step` blocks and `done` items were before this one."""
+  t = work.tiles
+  row, head, bounds, _, _, first, middle, end, splits = item
+  wg = lax.axis_index('wg')
+  unit = 0 if work.shared else wg
+  slot = lax.rem(done, jnp.int32(t.slots))
+  plgpu.barrier_wait(r.queries[0].at[slot])
+  if t.slots > 1:
+    # The output of the item before has left its slot by now.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    pl.when(done > 0)(lambda: plgpu.barrier_arrive(r.queries[1].at[1 - slot]))
+  by_row = plgpu.Layout.WGMMA.reduce(1)
+  here = pl.ds(pl.multiple_of(bounds + unit * ROWS, ROWS), ROWS)
+
+  def sees(masked):
+    if not masked:
+      return None
+    loads = (mosaic.load(x.at[here], by_row) for x in (r.low, r.high))
+    return tuple(loads)
+
+  if behind == 'each':
+    pl.when(wg == 1)(lambda: _turn(r))
+  run = _overlapped if t.overlap and not work.shared else _plain
+  turns = t.turns and work.units == 2
+
+  def finish(carry):
+    if behind == 'each':
+      pl.when(wg == 0)(lambda: _turn(r))
+    if work.apart:
+      _write_sums(r, splits, unit, carry, work)
+    else:
+      _finish(r, row + unit * ROWS, head, slot, carry, work)
+
+  if work.merges:
+    part = lambda low, cut: run(  # noqa: E731
+      r, step + low - first, slot, cut, sees, turns, work
+    )
+    _merge_splits(r, part, (first, middle, end), splits, finish, work)
+  else:
+    finish(run(r, step, slot, (first, middle, end), sees, turns, work))
+  if t.slots == 1:
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(r.queries[1].at[0])
+
+
+def _merge_splits(r: _Refs, part, cut, splits, finish, work: Work):
+  """The splits of an item in their order; `finish` has the merged sums."""
+  first, middle, end = cut
+  own = lax.axis_index('sm') * work.tiles.consumers + lax.axis_index('wg')
+  kept = r.kept.at[own]
+
+  def one(number, carry):
+    top, total = carry
+    low, last = first + number * work.split, number + 1 == splits
+    high = jnp.where(last, end, low + work.split)
+    cut = low, jnp.clip(middle, low, high), high
+    out, more, weight = part(low, cut)
+    top, a, b = gpu_splits.factors(top, more)
+    total = gpu_splits.merged(total, weight, a, b)
+
+    def add(_, out):
+      wide = [across(x, out.shape) for x in (a, b)]
+      before = mosaic.load(kept, plgpu.Layout.WGMMA)
+      return gpu_splits.merged(before, out, *wide)
+
+    # There is nothing before the first split.
+    out = lax.fori_loop(0, jnp.minimum(number, 1), add, out)
+
+    @pl.when(jnp.logical_not(last))
+    def _():
+      kept[...] = out
+
+    pl.when(last)(lambda: finish((out, top, total)))
+    return top, total
+
+  lax.fori_loop(0, splits, one, _start(work.columns)[1:])
 
 
 def _turn(r: _Refs):
@@ -340,7 +426,10 @@ def _softmax(s, top, total, j, sees, work: Work):
     )
     seen = (place >= across(sees[0], shape)) & (place <= across(sees[1], shape))
     s = jnp.where(seen, s, -jnp.inf)
-  new = jnp.maximum(top, s.max(axis=1) * work.factor)
+  most = s.max(axis=1) * work.factor
+  if work.split:  # so that merging multiplies by powers of two
+    most = gpu_splits.whole(most)
+  new = jnp.maximum(top, most)
   decay = jnp.exp2(top - new)
   p = jnp.exp2(s * work.factor - across(new, shape))
   return p, new, total * decay + p.sum(axis=1), decay
@@ -494,12 +583,36 @@ def _finish(r: _Refs, row, head, slot, carry, work: Work):
   waiting[...] = out
   if work.log:
     log = (top + jnp.log2(total)) * (1 / LOG2E)
-    r.log[wg] = jnp.where(any_, log, LOWEST)
+    r.log[wg, 0] = jnp.where(any_, log, LOWEST)
   plgpu.commit_smem()
   plgpu.copy_smem_to_gmem(waiting, target)
   if work.log:
-    write = lambda: plgpu.copy_smem_to_gmem(r.log.at[wg], r.logs.at[head, rows])  # noqa: E731
+
+    def write():
+      plgpu.copy_smem_to_gmem(r.log.at[wg, 0], r.logs.at[head, rows])
+
     if work.shared:
       pl.when(wg == 0)(write)
     else:
       write()
+
+
+def _write_sums(r: _Refs, number, unit, carry, work: Work):
+  """Writes the sums of a split as they are; `gpu_splits` merges them."""
+  out, *row = carry
+  wg = lax.axis_index('wg')
+  rows = pl.ds(unit * ROWS, ROWS)
+  columns = pl.ds(wg * work.columns if work.shared else 0, work.columns)
+  r.out.at[number, rows, columns][...] = out
+  for i, value in enumerate(row):
+    r.log[wg, i] = value
+  plgpu.commit_smem()
+
+  def write():
+    for i in range(2):
+      plgpu.copy_smem_to_gmem(r.log.at[wg, i], r.logs.at[number, i, rows])
+
+  if work.shared:
+    pl.when(wg == 0)(write)
+  else:
+    write()

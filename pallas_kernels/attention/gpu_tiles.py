@@ -52,6 +52,9 @@ class Work:
     shared: whether values are the first numbers of the keys.
     paged: whether blocks are looked up in a table of pages.
     log: whether the log-sum-exp is written.
+    split: blocks of a split, or 0: keys are not cut.
+    long: whether a row can have more than one split.
+    apart: whether an item is one split, whose sums are written as they are.
     interpret: whether this runs on CPU.
   """
 
@@ -64,6 +67,9 @@ class Work:
   shared: bool
   paged: bool
   log: bool
+  split: int = 0
+  long: bool = False
+  apart: bool = False
   interpret: bool = False
 
   @property
@@ -80,6 +86,11 @@ class Work:
   def columns(self) -> int:
     """Of the output of a consumer."""
     return self.width // self.parts
+
+  @property
+  def merges(self) -> bool:
+    """Whether a block of threads merges the splits of its rows."""
+    return self.long and not self.apart
 
   @property
   def rest(self) -> int:

@@ -5,6 +5,7 @@ An item is a row of int32:
   1 head of queries             5 first block of keys
   2 first row of low and high   6 first block that some row sees in part
   3 head of keys                7 end of blocks
+  8 splits of the blocks; where an item is one split, the number of its sums
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-COLUMNS = 8
+COLUMNS = 9
 
 
 def blocks(
@@ -40,6 +41,28 @@ def blocks(
   return first, middle, end
 
 
+def splits(
+  low: jax.Array, high: jax.Array, block: int, split: int
+) -> jax.Array:
+  """Splits of each tile, int32 [tiles], at least one.
+
+  They are counted from the block in which the rows that see the most begin to.
+  Rows of a later segment begin in the last split: what a tile holds of such a
+  segment is shorter than a split, so that all of it lies in its first one.
+
+  Args:
+    low, high, block: as `blocks` takes them.
+    split: blocks of a split; 0: all of them.
+  """
+  if not split:
+    return jnp.ones(low.shape[:1], jnp.int32)
+  first = jnp.where(high >= low, low // block, 2**30)
+  start = jnp.min(first, axis=1)
+  longest = (first == start[:, None]) & (high >= low)
+  end = jnp.max(jnp.where(longest, high // block + 1, 0), axis=1)
+  return jnp.maximum(-((start - end) // split), 1)
+
+
 def packed_items(
   starts: jax.Array,
   ends: jax.Array,
@@ -47,17 +70,20 @@ def packed_items(
   block: int,
   heads: int,
   kv_heads: int,
+  split: int = 0,
 ) -> jax.Array:
-  """Items of packed attention, int32 [tiles * heads, 8].
+  """Items of packed attention, int32 [tiles * heads, 9].
 
   Args:
     starts, ends: int32 [T], of `attention.bounds`, T a multiple of `rows`.
     rows: of a tile.
     block: tokens of a block of keys.
     heads, kv_heads: of queries, of keys.
+    split: blocks of a split; see `splits`.
   """
   tiles = starts.shape[0] // rows
-  cut = blocks(starts.reshape(tiles, rows), ends.reshape(tiles, rows), block)
+  bounds = starts.reshape(tiles, rows), ends.reshape(tiles, rows), block
+  cut = *blocks(*bounds), splits(*bounds, split)
   spread = lambda x: jnp.broadcast_to(x, (tiles, heads))  # noqa: E731
   row = (jnp.arange(tiles, dtype=jnp.int32) * rows)[:, None]
   head = jnp.arange(heads, dtype=jnp.int32)[None, :]

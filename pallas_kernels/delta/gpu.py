@@ -24,6 +24,7 @@ VECTORS = 8  # of 16 bytes, that each lane compares at once
 TILE_BYTES = 16 * VECTORS * warp.LANES
 SLOTS = 16  # words of a tile for each slot
 GROUP = 16  # tiles of which one warp gathers the slots; a power of two
+AT_ONCE = 4  # slots that a lane of `gather` loads together
 WARPGROUPS = 1
 
 
@@ -107,24 +108,26 @@ def gather(w, base, new, counts, ends, places, words, positions, found) -> None:
     total = w.shuffle(until, GROUP - 1)
     first = w.load(ends, group) - total
 
-    def put(place, tile, local, word):
+    def put(place, tile, local, word, here=None):
       def write():
         w.store(positions, place, tile * tile_words + local)
         w.store(found, place, word)
 
-      w.when(place < capacity, write)
+      inside = place < capacity
+      w.when(inside if here is None else inside & here, write)
 
     def from_slots(start):
-      rank = start + w.lane
-      own, before = _tile_of(w, until, rank)
-      tile, within = group * GROUP + own, rank - before
-
-      def copy():
-        slot = tile * slots + within
+      loaded = []
+      for i in range(AT_ONCE):
+        rank = start + (w.lane + warp.LANES * i)
+        own, before = _tile_of(w, until, rank)
+        tile, within = group * GROUP + own, rank - before
+        here = (rank < total) & (within < slots)
+        slot = w.where(here, tile * slots + within, 0)
         local, word = w.load(places, slot), w.load(words, slot)
-        put(first + rank, tile, local, word)
-
-      w.when((rank < total) & (within < slots), copy)
+        loaded.append((first + rank, tile, local, word, here))
+      for one in loaded:
+        put(*one)
 
     def again(own):
       before = w.shuffle(until - count, own)
@@ -138,7 +141,7 @@ def gather(w, base, new, counts, ends, places, words, positions, found) -> None:
         lambda: _changes(w, base, new, tile, keep) and None,
       )
 
-    w.loop(0, total, warp.LANES, from_slots)
+    w.loop(0, total, AT_ONCE * warp.LANES, from_slots)
     w.when(
       w.ballot(count > slots).differs(0),
       lambda: w.loop(0, GROUP, 1, again) and None,

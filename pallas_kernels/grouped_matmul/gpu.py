@@ -205,7 +205,9 @@ def _body(table, count, x, w, y, waiting, *stages, work: Work):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def multiply_tiles(table, count, x, w, stages, finish, work: Work) -> None:
+def multiply_tiles(
+  table, count, x, w, stages, finish, work: Work, part: Any = None
+) -> None:
   """All tiles of this block: the last warpgroup loads, the others multiply.
 
   Args:
@@ -217,16 +219,19 @@ def multiply_tiles(table, count, x, w, stages, finish, work: Work) -> None:
     finish: `finish(total, own, column)` takes what a consumer has summed:
       float32 [rows, width], `_unit` of its rows, the first column.
     work: sizes.
+    part: first column and count of tiles of columns, traced, of what this launch
+      multiplies; None: all.
   """
   t = work.tiles
-  wide = -(-work.n // work.width)
+  before, wide = part or (0, -(-work.n // work.width))
   sm, wg = lax.axis_index('sm'), lax.axis_index('wg')
   trips = mosaic.cdiv(jnp.maximum(count[0] * wide - sm, 0), work.sms)
 
   def tile(trip):
     """Group, rows and first column of this block's tile number `trip`."""
     number, column = order(trip * work.sms + sm, count[0], wide, t.panel)
-    return [table[number, i] for i in range(4)], column * work.width
+    column = before + column * work.width
+    return [table[number, i] for i in range(4)], column
 
   @pl.when(wg == t.consumers)
   def _():
@@ -243,9 +248,8 @@ def registers(consumers: int) -> int:
   return min(240, (512 - 40) // consumers // 8 * 8)
 
 
-def order(index, count, wide: int, panel: int):
+def order(index, count, wide, panel: int):
   """Number of the row tile and of the column tile, panels of columns first."""
-  panel = min(panel, wide)
   size = count * panel
   number = lax.div(index, size)
   within = index - number * size

@@ -3,7 +3,11 @@
 For decoding, where the time is that of reading the weights. A warp multiplies
 up to 8, 16 or 32 rows of one group by a strip of columns. The weights are the
 left operand of the tensor core and the rows the right one, so that few rows
-waste little. Some steps of K are on their way while as many are multiplied.
+waste little. As soon as a step of K is multiplied, the one that is `unroll` steps
+further on is asked for, into the same registers. Where few warps run, those cannot
+hold all that must be on its way: then the warps of a tile share out the bytes of the
+steps after those and have them brought to the L2 cache. (Where many run, that only
+adds reads of what the cache has lost again.)
 
   nvfp4   bytes [E, K / 2, N] hold K even in the low bits and K odd in the high.
           A number of four bits times its scale is a bfloat16 exactly; the outer
@@ -12,7 +16,9 @@ waste little. Some steps of K are on their way while as many are multiplied.
           rounded to bfloat16.
 
 K is added in order, 16 products a step, as everywhere: the result is that of the
-kernel of bfloat16 with the unpacked weights.
+kernel of bfloat16 with the unpacked weights. Within a step Hopper adds its 16
+products exactly, and which of them stands where does not matter: a lane takes the
+four that make unpacking cheapest.
 """
 
 from __future__ import annotations
@@ -31,6 +37,11 @@ STEP = 16  # of K, that the tensor core adds at once
 WIDE = 4  # columns of a lane; a strip is eight times as wide
 ROWS = (8, 16, 32)
 WARPGROUPS = 1
+# Rows of a warp -> steps of K whose words it holds, as many as its registers allow.
+UNROLL = {8: 16, 16: 8, 32: 4}
+UNROLL_FP8 = {8: 8, 16: 8, 32: 4}
+AHEAD = 3  # times as many are brought to the L2 cache
+FEW = 1024  # warps that do not keep the memory busy by themselves
 BLOCK = 128  # of an fp8 scale
 # Exponent and mantissa of a float8_e4m3fn are put into a bfloat16 as they are; this
 # is what its exponent lacks.
@@ -60,7 +71,8 @@ def grouped_matmul(
   *,
   out_dtype: Any = None,
   rows: int = 8,
-  unroll: int = 8,
+  unroll: int | None = None,
+  ahead: int | None = None,
   interpret: bool = False,
 ) -> jax.Array:
   """y[m] = (x[m] @ unpacked w of the group) * outer[group].
@@ -74,7 +86,9 @@ def grouped_matmul(
     group_sizes: int [E], summing to M.
     out_dtype: bfloat16 (x's) or float32.
     rows: of a warp, one of ROWS.
-    unroll: steps of K that are loaded together, if they divide K.
+    unroll: steps of K that are loaded together, if they divide K; by `rows`.
+    ahead: how many times as many are brought to the L2 cache; 0: none. Default by
+      `rows` and the number of warps.
     interpret: run on CPU.
 
   Returns:
@@ -82,14 +96,17 @@ def grouped_matmul(
   """
   m, k = x.shape
   n = codes.shape[-1]
+  unroll = unroll or (UNROLL_FP8 if outer is None else UNROLL)[rows]
   while k % (STEP * unroll):
     unroll //= 2
-  table, count = groups.row_tiles(group_sizes, m, rows)
+  table, _ = groups.row_tiles(group_sizes, m, rows)
   strips = n // (8 * WIDE)
   blocks = -(-table.shape[0] * strips // (4 * WARPGROUPS))
-  inputs = [table, count, x, codes, scale] + [outer] * (outer is not None)
+  if ahead is None:
+    ahead = AHEAD if table.shape[0] * strips <= FEW or rows == 32 else 0
+  inputs = [table, x, codes, scale] + [outer] * (outer is not None)
   (y,) = warp.run(
-    functools.partial(_kernel, k=k, n=n, rows=rows, unroll=unroll),
+    functools.partial(_kernel, k=k, n=n, rows=rows, unroll=unroll, ahead=ahead),
     *inputs,
     out=[jax.ShapeDtypeStruct((m, n), out_dtype or x.dtype)],
     warpgroups=WARPGROUPS,
@@ -99,31 +116,37 @@ def grouped_matmul(
   return y
 
 
-def _kernel(w, table, count, x, codes, scale, *rest, k, n, rows, unroll):
+def _kernel(w, table, x, codes, scale, *rest, k, n, rows, unroll, ahead):
   outer, y = rest if len(rest) == 2 else (None, rest[0])
   strips = n // (8 * WIDE)
+  tile = w.warp // strips
 
-  def strip():
-    tile = w.warp // strips
-    column = (w.warp % strips) * (8 * WIDE) + (w.lane >> 2) * WIDE
+  def strip(*_):
+    # Past the last tile of rows, the first row is not before the end.
     group, first, _, end = (w.load(table, tile * 4 + i) for i in range(4))
+    w.when(first < end, lambda: product(group, first, end))
+
+  def product(group, first, end):
+    column = (w.warp % strips) * (8 * WIDE) + (w.lane >> 2) * WIDE
+    fp8 = outer is None
+    own_codes = w.part(codes, group, k * n // (1 if fp8 else 2))
+    own_scale = _scales(w, scale, group, k, n, fp8)
     load = functools.partial(
-      _load_fp8 if outer is None else _load_nvfp4,
-      w,
-      w.part(codes, group, k * n // (1 if outer is None else 2)),
-      _scales(w, scale, group, k, n, outer is None),
-      column,
-      n,
+      _load_fp8 if fp8 else _load_nvfp4, w, own_codes, own_scale, column, n
     )
-    near = _rows_of(w, x, first, end, rows, k)
+    # Of the codes and scales of a trip, which stand side by side, a share each.
+    shares = [(own_codes, STEP * unroll * (8 * WIDE) // (1 if fp8 else 2))]
+    shares += [] if fp8 else [(own_scale, unroll * 8 * WIDE)]
+    far = functools.partial(_fetch_far, w, shares, strips)
+    near = _rows_of(w, x, first, end, rows, k, together=outer is not None)
     unpack = _unpack_fp8 if outer is None else _unpack_nvfp4
-    sums = _multiply(w, load, near, unpack, k, rows, unroll)
+    sums = _multiply(w, load, near, unpack, k, rows, unroll, far, ahead)
     if outer is not None:
       factor = w.load(outer, group) * 2.0 ** (126 - _NVFP4_SHIFT)
       sums = [one * factor for one in sums]
     _store(w, y, sums, first, end, column, n, rows)
 
-  w.when(w.warp // strips < w.load(count, 0), strip)
+  w.when(tile < table.size // 4, strip)
 
 
 def _scales(w, scale, group, k: int, n: int, fp8: bool):
@@ -132,43 +155,55 @@ def _scales(w, scale, group, k: int, n: int, fp8: bool):
   return w.part(scale, group, k // STEP * n)
 
 
-def _multiply(w, load, near, unpack, k: int, rows: int, unroll: int):
+def _fetch_far(w, shares, strips: int, trip) -> None:
+  """Brings this warp's share of what all strips read in a trip nearer."""
+  for ref, count in shares:
+    w.prefetch(ref, (trip * strips + w.warp % strips) * count, count)
+
+
+def _multiply(w, load, near, unpack, k, rows, unroll, far, ahead):
   """Sums [tile of 8 rows, pair of columns, 4], flat, over all of K."""
   tiles, pairs = rows // 8, WIDE // 2
   trips = k // (STEP * unroll)
 
-  def fetch(trip):
-    words = []
-    for i in range(unroll):
-      words += near(trip, i, unroll) + load(trip, i, unroll)
-    return words
+  def fetch(trip, i):
+    return near(trip, i, unroll) + load(trip, i, unroll)
 
   def step(trip, *carry):
     sums, words = list(carry[: 4 * tiles * pairs]), carry[4 * tiles * pairs :]
-    following = fetch((trip + 1).minimum(trips - 1))
-    each = len(words) // unroll
+    following, each = [], len(words) // unroll
+    later = (trip + 1).minimum(trips - 1)
+    if ahead:
+      w.when(trip + ahead < trips, lambda: far(trip + ahead))
     for i in range(unroll):
       own = words[i * each : (i + 1) * each]
-      right, packed = own[: 2 * tiles], own[2 * tiles :]
-      left = unpack(w, packed)
+      left, right = unpack(w, own[2 * tiles :], own[: 2 * tiles])
       for tile in range(tiles):
         for pair in range(pairs):
           at = 4 * (tile * pairs + pair)
           sums[at : at + 4] = w.multiply_add(
             left[pair], right[2 * tile : 2 * tile + 2], sums[at : at + 4]
           )
+      following += fetch(later, i)
     return [*sums, *following]
 
   zero = [w.value(0.0, 'f32')] * (4 * tiles * pairs)
-  carry = w.loop(0, trips, 1, step, [*zero, *fetch(w.value(0))])
+  for trip in range(1, min(ahead, trips)):
+    far(w.value(trip))
+  start = [one for i in range(unroll) for one in fetch(w.value(0), i)]
+  carry = w.loop(0, trips, 1, step, [*zero, *start])
   return carry[: 4 * tiles * pairs]
 
 
-def _rows_of(w, x, first, end, rows: int, k: int):
-  """What loads a step's part of the rows; past the end the last row again."""
+def _rows_of(w, x, first, end, rows: int, k: int, together: bool):
+  """What loads a step's part of the rows; past the end the last row again.
+
+  `together`: four neighbours of K a lane, else two and those 8 further on.
+  """
   last = end - 1
   lanes = [
-    (first + 8 * i + (w.lane >> 2)).minimum(last) * k + (w.lane & 3) * 2
+    (first + 8 * i + (w.lane >> 2)).minimum(last) * k
+    + (w.lane & 3) * (4 if together else 2)
     for i in range(rows // 8)
   ]
 
@@ -176,6 +211,9 @@ def _rows_of(w, x, first, end, rows: int, k: int):
     words = []
     for own in lanes:
       place = own + trip * (STEP * unroll)
+      if together:
+        words += w.load_words(x, place, 2, offset=STEP * i)
+        continue
       for half in (0, 8):
         words += w.load_words(x, place, 1, offset=STEP * i + half)
     return words
@@ -187,12 +225,12 @@ def _rows_of(w, x, first, end, rows: int, k: int):
 
 
 def _load_nvfp4(w, codes, scale, column, n, trip, i, unroll):
-  """Two words of codes for each four columns, then their scales."""
-  row = trip * (STEP * unroll // 2) + (w.lane & 3)
+  """Codes of four of K for each four columns: two words; then their scales."""
+  row = trip * (STEP * unroll // 2) + (w.lane & 3) * 2
   words = []
-  for half in (0, 4):
+  for next_row in (0, 1):
     words += w.load_words(
-      codes, row * n + column, WIDE // 4, (8 * i + half) * n, once=True
+      codes, row * n + column, WIDE // 4, (8 * i + next_row) * n, once=True
     )
   return words + w.load_words(
     scale, trip * (unroll * n) + column, WIDE // 4, i * n, once=True
@@ -212,44 +250,40 @@ def _columns(w, even, odd):
   return out
 
 
-def _unpack_nvfp4(w, words):
-  """Left operands for each pair of columns: a column, its neighbour, K + 8."""
+def _unpack_nvfp4(w, words, rows):
+  """Operands of a step, where a lane has K + 0, 2 in one b32 and K + 1, 3 in one."""
   first, second, scales = words
   steps = _nvfp4_scales(w, scales)
-  return _left(
-    [
-      [
-        w.multiply_pairs(one, step)
-        for one, step in zip(_nvfp4_values(w, word), steps, strict=True)
-      ]
-      for word in (first, second)
-    ]
-  )
+  by_half = [[], []]
+  for column, step in enumerate(steps):
+    both = w.permute(first, second, (0x5410, 0x4501, 0x7632, 0x6723)[column])
+    for half, into in enumerate(by_half):
+      into.append(w.multiply_pairs(_nvfp4_values(both, half), step))
+  right = []
+  for i in range(0, len(rows), 2):
+    right += [w.permute(rows[i], rows[i + 1], at) for at in (0x5410, 0x7632)]
+  return _left(by_half), right
 
 
-def _nvfp4_values(w, word):
-  """(K even, K odd) of four columns, as bfloat16 times 2^-126.
+def _nvfp4_values(both, half: int):
+  """The low digits of bytes 0 and 2, or their high ones, as bfloat16 times 2^-126.
 
-  A product moves both halves of a byte at once, sizes to the place of the lowest
-  exponent bits and signs to theirs.
+  One product moves a digit to two places: where its sign belongs, and where its
+  size is the lowest bit of the exponent with what goes before and after.
   """
-  zero, out = w.value(0), []
-  for column in range(4):
-    byte = w.permute(word, zero, 0x4440 + column)
-    sizes = (byte * 0x00040040) & 0x01C001C0
-    out.append(sizes | (byte * 0x01001000) & 0x80008000)
-  return out
+  digits = both & 0x000F000F << 4 * half
+  return (digits * ((1 << 12 | 1 << 6) >> 4 * half)) & 0x81C081C0
 
 
 def _nvfp4_scales(w, word):
   """Twice the bfloat16 of each of four scales times 2^118."""
-  top, bottom = (word >> 4) & 0x07070707, (word & 0x0F0F0F0F) << 4
   back, more = (w.value(_pair(2.0**power)) for power in (_SHIFT, _NVFP4_SHIFT))
+  even, odd = (word & 0x00FF00FF) * 16, (word >> 4) & 0x0FF00FF0
+  even, odd = (
+    w.multiply_pairs(w.multiply_pairs(one, back), more) for one in (even, odd)
+  )
   return [
-    w.multiply_pairs(
-      w.multiply_pairs(w.permute(bottom, top, digits), back), more
-    )
-    for digits in (0x4040, 0x5151, 0x6262, 0x7373)
+    w.permute(one, one, at) for at in (0x1010, 0x3232) for one in (even, odd)
   ]
 
 
@@ -277,7 +311,7 @@ def _load_fp8(w, codes, scale, column, n, trip, i, unroll):
   return [*words, w.bits(w.load(scale, block + column // BLOCK))]
 
 
-def _unpack_fp8(w, words):
+def _unpack_fp8(w, words, rows):
   each = WIDE // 4
   *words, scale = words
   scale = w.float(scale)
@@ -299,7 +333,7 @@ def _unpack_fp8(w, words):
       even, odd = words[start + j], words[start + each + j]
       columns += _columns(w, halves(even), halves(odd))
     by_half.append([scaled(one) for one in columns])
-  return _left(by_half)
+  return _left(by_half), rows
 
 
 def _pair(value: float) -> int:

@@ -118,6 +118,7 @@ def grouped_matmul(
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'arbitrary', 'arbitrary')
     ),
+    name='grouped_matmul' if w.shape[0] > 1 else 'matmul',
     cost_estimate=_cost(m, k, n, x, w),
     interpret=interpret,
   )(table, count, x, w)
@@ -206,6 +207,7 @@ def weight_gradient(
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'parallel', 'arbitrary')
     ),
+    name='grouped_weights' if group_sizes.shape[0] > 1 else 'matmul_weights',
     cost_estimate=_cost(m, k, n, x, dy),
     interpret=interpret,
   )(table, count, x, dy)

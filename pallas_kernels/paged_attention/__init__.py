@@ -33,6 +33,7 @@ def paged_attention(
   *,
   scale: float,
   width: int = 0,
+  split: int | None = 0,
   implementation: str | None = None,
 ) -> jax.Array:
   """Attention of each query over its sequence so far.
@@ -49,6 +50,10 @@ def paged_attention(
       Negative: no query, and 0 comes out.
     scale: of the scores, above 0.
     width: see `v_pages`.
+    split: tokens of a split of keys, a multiple of S, or 0 for none. With splits
+      the multiprocessors of a GPU share long sequences where there are few. The
+      bits are those of `attention` with the same split, and of no other. None:
+      `gpu.SPLIT` where there are few, and then bits depend on their number too.
     implementation: a name of `dispatch.NAMES`; None: the best there is.
 
   Returns:
@@ -63,6 +68,7 @@ def paged_attention(
     first = positions[:, None]
     positions = jnp.where(first < 0, -1, first + more)
   _check(q, k_pages, v_pages, table, positions, scale, width)
+  attention.check_split(split or 0, k_pages.shape[1])
   width = width if v_pages is None else v_pages.shape[-1]
   chosen = _choose(q, k_pages, v_pages, width, implementation)
   if not q.size:
@@ -73,13 +79,11 @@ def paged_attention(
   from pallas_kernels.paged_attention import gpu
   from pallas_kernels.paged_attention import tpu
 
-  module = gpu if chosen.startswith('gpu') else tpu
-  return module.forward(
-    *arguments,
-    width=width,
-    scale=float(scale),
-    interpret=chosen.endswith('interpret'),
-  )
+  sizes = dict(width=width, scale=float(scale))
+  sizes['interpret'] = chosen.endswith('interpret')
+  if chosen.startswith('tpu'):
+    return tpu.forward(*arguments, **sizes)
+  return gpu.forward(*arguments, **sizes, split=split)
 
 
 def _check(q, k_pages, v_pages, table, positions, scale, width) -> None:

@@ -38,3 +38,8 @@ DECODING = (
   Shape('qwen3-66x8k', 66, 1, 8192, 32, 4, 128, 128, 128),
 )
 PREFILLING = (Shape('qwen3-4x2k', 4, 2048, 8192, 32, 4, 128, 128, 128),)
+# Too few sequences for the multiprocessors of a GPU, unless cut into splits.
+FEW = (
+  Shape('kimi-4x32k', 4, 1, 32768, 64, 1, 576, 512, 64, shared=True),
+  Shape('qwen3-4x32k', 4, 1, 32768, 32, 4, 128, 128, 128),
+)

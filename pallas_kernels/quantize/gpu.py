@@ -2,7 +2,8 @@
 
 With nvfp4 a warp reads a row twice, the second time from the cache: for the
 greatest of the row, and to round. A lane's 16 numbers are a block there, and half
-a block of mxfp8. With fp8 a warp has a square of 128.
+a block of mxfp8. With fp8 a warp has a square of 128, of which a lane holds 16
+bytes of a row, and reads it twice too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pallas_kernels.quantize.reference import E4M3_MAX
 
 EACH = 16  # numbers of a lane
 SQUARE = 128
-AT_ONCE = 4  # rows of a square that are on their way together
+AT_ONCE = 4  # loads of a square that are on their way together
 WARPGROUPS = 1
 SIZE = 0x7FFFFFFF  # all bits of a float32 but its sign
 
@@ -150,10 +151,13 @@ def fp8(
 ) -> tuple[jax.Array, jax.Array]:
   """Values and scales; see the package."""
   rows, k = x.shape
+  vectors = k * x.dtype.itemsize % 16 == 0
   high, wide = -(-rows // SQUARE), -(-k // SQUARE)
   return tuple(
     _launch(
-      functools.partial(_fp8, rows=rows),
+      functools.partial(
+        _fp8, rows=rows, each=16 // x.dtype.itemsize if vectors else 1
+      ),
       x,
       out=[
         jax.ShapeDtypeStruct((rows, k), jnp.float8_e4m3fn),
@@ -165,46 +169,62 @@ def fp8(
   )
 
 
-def _fp8(w, x, values, scales, *, rows: int) -> None:
+def _fp8(w, x, values, scales, *, rows: int, each: int) -> None:
+  """A lane has `each` numbers of a row at once, 1 where rows do not align."""
   k = x.size // rows
   wide = -(-k // SQUARE)
+  lanes = SQUARE // each  # that a row takes
+  deep = max(1, warp.LANES // lanes)  # rows of a load
+  across = max(1, lanes // warp.LANES)  # loads of a row
 
   def square(number):
-    first = number // wide * SQUARE
-    column = number % wide * SQUARE + w.lane
+    first = number // wide * SQUARE + w.lane // lanes
+    column = number % wide * SQUARE + w.lane % lanes * each
 
-    def places(row):
+    def load(start):
+      loaded = []
       for i in range(AT_ONCE):
-        for j in range(SQUARE // warp.LANES):
-          here = row + i, column + warp.LANES * j
-          yield (here[0] < rows) & (here[1] < k), here[0] * k + here[1]
+        row = first + start + i // across * deep
+        own = column + i % across * (warp.LANES * each)
+        inside, place = (row < rows) & (own < k), row * k + own
+        numbers = _vector(w, x, place, inside, each)
+        loaded.append((inside, place, numbers))
+      return loaded
 
-    def load(row):
-      return [
-        (inside, place, _number(w, x, place, inside))
-        for inside, place in places(row)
-      ]
-
-    def greatest(row, most):
-      for _, _, number in load(row):
-        most = most.maximum(w.bits(number) & SIZE)
+    def greatest(start, most):
+      for _, _, numbers in load(start):
+        most = most.maximum(_most(w, numbers))
       return [most]
 
-    most = w.loop(first, first + SQUARE, AT_ONCE, greatest, [0])[0]
+    step = AT_ONCE // across * deep
+    most = w.loop(0, SQUARE, step, greatest, [0])[0]
     most = w.float(w.reduce('max', most))
     scale = most / w.value(E4M3_MAX, 'f32')
 
-    def round_(row):
-      for inside, place, number in load(row):
-        byte = w.e4m3(_divide(w, number, scale), _zero(w))
-        w.when(
-          inside, lambda place=place, byte=byte: w.store(values, place, byte)
-        )
+    def round_(start):
+      for inside, place, numbers in load(start):
+        rounded = [_divide(w, one, scale) for one in numbers]
 
-    w.loop(first, first + SQUARE, AT_ONCE, round_)
+        def write(place=place, rounded=rounded):
+          if each == 1:
+            w.store(values, place, w.e4m3(rounded[0], _zero(w)))
+          else:
+            w.store_words(values, place, _e4m3_words(w, rounded))
+
+        w.when(inside, write)
+
+    w.loop(0, SQUARE, step, round_)
     w.when(w.lane.equals(0), lambda: w.store(scales, number, scale))
 
   w.loop(w.warp, scales.size, w.warps, square)
+
+
+def _vector(w, x, place, inside, each: int) -> list:
+  """float32 of `each` elements, 0 outside."""
+  if each == 1:
+    return [_number(w, x, place, inside)]
+  found = w.when(inside, lambda *_: w.load_words(x, place, 4), [0] * 4)
+  return _floats(w, x, found)
 
 
 def _zero(w):
@@ -236,7 +256,11 @@ def _numbers(w, x, place, inside) -> list:
       found += w.load_words(x, place, 4, offset=i * 16 // x.bytes)
     return found
 
-  found = w.when(inside, load, [0] * words)
+  return _floats(w, x, w.when(inside, load, [0] * words))
+
+
+def _floats(w, x, found) -> list:
+  """Of words of the array's own elements."""
   if x.kind == 'f32':
     return [w.float(one) for one in found]
   out = []

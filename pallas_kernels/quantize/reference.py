@@ -1,7 +1,8 @@
 """Plain JAX: rounding to eight and four bits. The path on CPU.
 
 XLA rewrites a division by a broadcast array or by a constant into a product with
-the inverse, which rounds elsewhere; the barriers keep the divisions.
+the inverse, which rounds elsewhere; the barriers keep the divisions. On GPUs it
+also drops a cast to float8 and back, so what was rounded is read from its bits.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def nvfp4(x: jax.Array, by_row: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
   wide = outer[:, None] if by_row else outer[None, None]
   scale = jnp.minimum(divide(most, E2M1_MAX * wide), E4M3_MAX)
   scale = scale.astype(jnp.float8_e4m3fn)
-  step = scale.astype(jnp.float32) * wide
+  step = from_e4m3(scale) * wide
   codes = e2m1(divide(blocks, step[:, :, None])).reshape(rows, k // 2, 2)
   return codes[..., 0] | (codes[..., 1] << 4), scale, outer
 
@@ -73,6 +74,14 @@ def power(biased: jax.Array) -> jax.Array:
 def to_e4m3(x: jax.Array) -> jax.Array:
   """To nearest even, and to 448 where it is more."""
   return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+
+
+def from_e4m3(x: jax.Array) -> jax.Array:
+  """float32 of float8_e4m3fn that are not negative."""
+  bits = lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.int32)
+  exponent, mantissa = bits >> 3, bits & 7
+  whole = jnp.where(exponent > 0, mantissa + 8, mantissa).astype(jnp.float32)
+  return whole * power(jnp.maximum(exponent, 1) + (127 - 10))
 
 
 def fp8_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:

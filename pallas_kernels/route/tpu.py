@@ -79,6 +79,12 @@ def route(
       block,
     ],
     out_specs=[block] * 3,
+    name='route',
+    cost_estimate=pl.CostEstimate(
+      flops=4 * high * e * k,
+      bytes_accessed=4 * high * (e + 4 * LANES),
+      transcendentals=high * e,
+    ),
     interpret=interpret,
   )(logits, bias[None], given)
   return tuple(one[:rows, :k] for one in found)
@@ -215,6 +221,10 @@ def order(
     in_specs=[block],
     out_specs=[block, pl.BlockSpec((count, LANES), lambda i: (0, 0))],
     compiler_params=pltpu.CompilerParams(dimension_semantics=('arbitrary',)),
+    name='route_order',
+    cost_estimate=pl.CostEstimate(
+      flops=2 * high * count * CHUNK, bytes_accessed=8 * high, transcendentals=0
+    ),
     interpret=interpret,
   )(jnp.pad(flat, (0, high - size), constant_values=-1)[None])
   sizes = sizes[:, 0]

@@ -40,8 +40,10 @@ def token_logprob(
     unembed: [D, V], of the same dtype.
     tokens: int [T], 0 to V - 1.
     temperatures: float32 [T], above 0; None: 1. No gradient reaches them.
-    kept: int32 [T, J], ids to renormalise over, -1 where there are fewer; the
-      token must be among them. Only the plain implementation takes them.
+    kept: what to renormalise over: int [T, J], ids, -1 where there are fewer
+      (-1 alone: the whole vocabulary); or uint8 [T, ceil(V / 8)], the bits of
+      `numpy.packbits`. The token must be among them. A row that keeps all has
+      the bits that it has without `kept`.
     implementation: a name of `dispatch.NAMES`; None: the best there is.
 
   Returns:
@@ -53,8 +55,11 @@ def token_logprob(
   if temperatures is None:
     temperatures = jnp.ones(hidden.shape[:1], jnp.float32)
   _check(hidden, unembed, tokens, temperatures, kept)
-  chosen = _choose(hidden, unembed, kept, implementation)
-  return _token_logprob(hidden, unembed, tokens, temperatures, kept, chosen)
+  chosen = _choose(hidden, unembed, implementation)
+  words = None
+  if kept is not None:
+    words = reference.kept_words(kept, unembed.shape[1])
+  return _token_logprob(hidden, unembed, tokens, temperatures, words, chosen)
 
 
 def _check(hidden, unembed, tokens, temperatures, kept) -> None:
@@ -75,8 +80,7 @@ def _check(hidden, unembed, tokens, temperatures, kept) -> None:
   for name, array in (('tokens', tokens), ('temperatures', temperatures)):
     if array.shape != (t,):
       raise ValueError(f'{name} {array.shape} must be [T] = ({t},)')
-  if kept is not None and (kept.ndim != 2 or kept.shape[0] != t):
-    raise ValueError(f'kept {kept.shape} must be [T, J] with T = {t}')
+  _check_kept(kept, t, unembed.shape[1])
   known = dispatch.concrete(tokens)
   v = unembed.shape[1]
   if known is not None and t:
@@ -93,12 +97,32 @@ def _check(hidden, unembed, tokens, temperatures, kept) -> None:
     )
 
 
-def _choose(hidden, unembed, kept, implementation) -> str:
+def _check_kept(kept, t: int, v: int) -> None:
+  if kept is None:
+    return
+  if kept.ndim != 2 or kept.shape[0] != t:
+    raise ValueError(f'kept {kept.shape} must be [T, J] with T = {t}')
+  if kept.dtype == jnp.uint8:
+    if kept.shape[1] != -(-v // 8):
+      raise ValueError(
+        f'kept {kept.shape} of uint8 are bits; {-(-v // 8)} bytes a row hold a'
+        f' vocabulary of {v}'
+      )
+    return
+  if not jnp.issubdtype(kept.dtype, jnp.signedinteger):
+    raise ValueError(
+      f'kept is {kept.dtype}; give ids of int32, or bits of uint8'
+    )
+  known = dispatch.concrete(kept)
+  if known is not None and known.size and np.max(np.asarray(known)) >= v:
+    raise ValueError(
+      f'kept ids go to {np.max(np.asarray(known))}; they must be below {v}'
+    )
+
+
+def _choose(hidden, unembed, implementation) -> str:
   faults = dict(gpu=None, tpu=None)
-  if kept is not None:
-    reason = 'only the plain implementation renormalises over kept ids'
-    faults = dict(gpu=reason, tpu=reason)
-  elif implementation != 'reference' and (
+  if implementation != 'reference' and (
     implementation is not None or dispatch.platform() != 'cpu'
   ):
     from pallas_kernels.token_logprob import gpu
@@ -110,10 +134,10 @@ def _choose(hidden, unembed, kept, implementation) -> str:
   return dispatch.choose(NAME, implementation, **faults)
 
 
-def _statistics(hidden, unembed, tokens, temperatures, kept, chosen):
-  arguments = hidden, unembed, tokens, temperatures
+def _statistics(hidden, unembed, tokens, temperatures, words, chosen):
+  arguments = hidden, unembed, tokens, temperatures, words
   if chosen == 'reference':
-    return reference.statistics(*arguments, kept)
+    return reference.statistics(*arguments)
   interpret = chosen.endswith('interpret')
   if chosen.startswith('tpu'):
     from pallas_kernels.token_logprob import tpu
@@ -125,15 +149,15 @@ def _statistics(hidden, unembed, tokens, temperatures, kept, chosen):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _token_logprob(hidden, unembed, tokens, temperatures, kept, chosen):
-  return _forward(hidden, unembed, tokens, temperatures, kept, chosen)[0]
+def _token_logprob(hidden, unembed, tokens, temperatures, words, chosen):
+  return _forward(hidden, unembed, tokens, temperatures, words, chosen)[0]
 
 
-def _forward(hidden, unembed, tokens, temperatures, kept, chosen):
+def _forward(hidden, unembed, tokens, temperatures, words, chosen):
   z, log, entropy = _statistics(
-    hidden, unembed, tokens, temperatures, kept, chosen
+    hidden, unembed, tokens, temperatures, words, chosen
   )
-  saved = hidden, unembed, tokens, temperatures, kept, log, entropy
+  saved = hidden, unembed, tokens, temperatures, words, log, entropy
   return (z - log, entropy), saved
 
 
@@ -154,9 +178,13 @@ def _outer(x, dy, chosen):
   return grouped_matmul.weight_gradient(x, dy, rows, implementation=chosen)[0]
 
 
-def _backward(chosen, saved, cotangents):
-  """dz = p (-g_logprob - g_entropy (log p + entropy)) + onehot g_logprob."""
-  hidden, unembed, tokens, temperatures, kept, log, entropy = saved
+def _gradients(chosen, saved, cotangents):
+  """(dhidden in float32, dunembed) of the columns of `unembed`.
+
+  dz = p (-g_logprob - g_entropy (log p + entropy)) + onehot g_logprob, where
+  `log` and `entropy` may be those of more columns than are there.
+  """
+  hidden, unembed, tokens, temperatures, words, log, entropy = saved
   g, h = (c.astype(jnp.float32) for c in cotangents)
   scale = 1.0 / temperatures.astype(jnp.float32)
 
@@ -164,8 +192,8 @@ def _backward(chosen, saved, cotangents):
     part = lax.dynamic_slice_in_dim(unembed, first, size, 1)
     log_p = _product(hidden, part, chosen) * scale[:, None] - log[:, None]
     p = jnp.exp(log_p)
-    if kept is not None:
-      inside = reference.is_kept(kept, first, size)
+    if words is not None:
+      inside = reference.is_kept(words, first, size)
       p, log_p = jnp.where(inside, p, 0.0), jnp.where(inside, log_p, 0.0)
     place = jnp.arange(size)[None, :] == (tokens - first)[:, None]
     dz = jnp.where(place, g[:, None], 0.0)
@@ -184,13 +212,18 @@ def _backward(chosen, saved, cotangents):
       return block(first + i * size, size, *found), None
 
     found, _ = lax.scan(step, found, jnp.arange(count))
-  dhidden, dunembed = found
+  return found
+
+
+def _backward(chosen, saved, cotangents):
+  hidden, _, tokens, temperatures, words, _, _ = saved
+  dhidden, dunembed = _gradients(chosen, saved, cotangents)
   return (
     dhidden.astype(hidden.dtype),
     dunembed,
     np.zeros(tokens.shape, jax.dtypes.float0),
     jnp.zeros_like(temperatures),
-    None if kept is None else np.zeros(kept.shape, jax.dtypes.float0),
+    None if words is None else np.zeros(words.shape, jax.dtypes.float0),
   )
 
 

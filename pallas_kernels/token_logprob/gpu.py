@@ -5,8 +5,14 @@ consumer reduces its 256 columns of logits to five numbers a row:
 
   m = max z,  s = sum exp(z - m),  u = sum exp(z - m) (z - m),  c = z[token]
 
-A second kernel merges the blocks of 256 in their order. The block is part of
+Of ids that were not kept z is LOWEST; in a block with none that was, s and u are
+what they are, and are merged with the factor 0. A second kernel merges the blocks of 256 in their order. The block is part of
 what is computed (another one would round elsewhere), so it is not tuned.
+
+All multiprocessors work on neighbouring tiles, whose rows and columns they then
+find in the L2 cache. They drift apart, and after some hundred tiles of long rows
+none finds what another has read: half the speed, on an H100. So a large
+vocabulary is cut into launches, between which they meet again.
 """
 
 from __future__ import annotations
@@ -25,8 +31,10 @@ BLOCK = 256
 TILES = matmul.Tiles(columns=BLOCK, panel=16)
 # Of long rows, what all blocks read at a time must still fit into the L2 cache.
 DEEP, DEEP_TILES = 4096, matmul.Tiles(columns=BLOCK, panel=4)
+WAVES = 32  # tiles of a multiprocessor in a launch, about
 LANES = 128  # rows that one warpgroup of the merge takes
 UNROLL = 8
+WORDS = BLOCK // 32  # of 32 bits, what is kept of a block
 LOWEST = -1e30  # instead of -inf, whose difference with itself is NaN
 
 
@@ -40,8 +48,10 @@ def statistics(
   unembed: jax.Array,
   tokens: jax.Array,
   temperatures: jax.Array,
+  words: jax.Array | None = None,
   *,
   tiles: matmul.Tiles | None = None,
+  waves: int = WAVES,
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Chosen logit, log-sum-exp and entropy of z = hidden @ unembed / temperature.
@@ -51,7 +61,9 @@ def statistics(
     unembed: bfloat16 [D, V].
     tokens: int32 [T].
     temperatures: float32 [T].
+    words: uint32 [T, ceil(V / 32)], of `reference.kept_words`; None: all.
     tiles: columns must be BLOCK; default by D.
+    waves: of tiles in a launch, about; no bit depends on it.
     interpret: run on CPU.
 
   Returns:
@@ -70,13 +82,19 @@ def statistics(
   table, count = groups.row_tiles(
     jnp.full((1,), high, jnp.int32), high, tiles.consumers * tiles.rows
   )
+  kept = () if words is None else (_by_block(words, high, v),)
   sms = 2 if interpret else mosaic.cores()
+  blocks = -(-v // BLOCK)
+  some = columns_of_launch(
+    -(-high // (tiles.consumers * tiles.rows)), sms, waves
+  )
+  some = min(some, blocks)
   work = matmul.Work(tiles, d, v, sms)
   stages, used = matmul.ring(work, hidden.dtype)
   mosaic.check_shared(tiles, used + 1024)
-  parts = mosaic.launch(
-    mosaic.partial(_body, work=work),
-    out=jax.ShapeDtypeStruct((4, -(-v // BLOCK), high), jnp.float32),
+  launch = mosaic.launch(
+    mosaic.partial(_body, work=work, cut=len(kept)),
+    out=jax.ShapeDtypeStruct((4, some, high), jnp.float32),
     scratch=[
       mosaic.linear((tiles.consumers, 4, tiles.rows), jnp.float32),
       *stages,
@@ -84,9 +102,18 @@ def statistics(
     grid=sms,
     warpgroups=tiles.consumers + 1,
     interpret=interpret,
-  )(table, count, hidden, unembed[None], tokens, scale)
+  )
+
+  def part(first):
+    return launch(
+      *(table, count, hidden, unembed[None], tokens, scale),
+      *(first[None], *kept),
+    )
+
+  starts = jnp.arange(0, blocks, some, dtype=jnp.int32)
+  parts = part(starts[0])[None] if some == blocks else lax.map(part, starts)
   out = mosaic.launch(
-    mosaic.partial(_merge, sms=sms),
+    mosaic.partial(_merge, sms=sms, blocks=blocks),
     out=jax.ShapeDtypeStruct((3, high), jnp.float32),
     scratch=[],
     grid=sms,
@@ -96,8 +123,37 @@ def statistics(
   return tuple(out[:, :t])
 
 
-def _body(table, count, x, w, tokens, scale, parts, small, *stages, work):
+def columns_of_launch(row_tiles: int, sms: int, waves: int) -> int:
+  """Blocks of the vocabulary in a launch that leave the fewest processors idle."""
+  target = max(1, round(waves * sms / row_tiles))
+
+  def busy(some):
+    tiles = some * row_tiles
+    return tiles / (-(-tiles // sms) * sms)
+
+  return max(range(target, 3 * target // 2 + 1), key=busy)
+
+
+def _by_block(words: jax.Array, high: int, vocabulary: int) -> jax.Array:
+  """int32 [8 blocks, high]: the words of a block of columns for rows in a row."""
+  count = -(-vocabulary // BLOCK) * WORDS
+  pad = ((0, high - words.shape[0]), (0, count - words.shape[1]))
+  return lax.bitcast_convert_type(jnp.pad(words, pad).T, jnp.int32)
+
+
+def _kept_here(word, place):
+  """bool [rows, BLOCK] of the words of a block, each int32 [rows, BLOCK]."""
+  found = word[0]
+  for i in range(1, WORDS):
+    found = jnp.where(place >= 32 * i, word[i], found)
+  return lax.shift_right_arithmetic(found, place & 31) & 1 == 1
+
+
+def _body(table, count, x, w, tokens, scale, first, *refs, work, cut: int):
+  kept, (parts, small, *stages) = refs[:cut], refs[cut:]
   rows = work.tiles.rows
+  before = first[0] * BLOCK
+  wide = jnp.minimum(parts.shape[1], -(-work.n // BLOCK) - first[0])
   wg = lax.axis_index('wg')
   layout = plgpu.Layout.WGMMA
 
@@ -110,11 +166,15 @@ def _body(table, count, x, w, tokens, scale, parts, small, *stages, work):
     by_row = layout.reduce(1)
     token = mosaic.load(tokens.at[here], by_row)
     factor = mosaic.load(scale.at[here], by_row)
-    number = column + plgpu.broadcasted_iota(
-      jnp.int32, (rows, BLOCK), 1, layout=layout
-    )
+    place = plgpu.broadcasted_iota(jnp.int32, (rows, BLOCK), 1, layout=layout)
+    number = column + place
     z = jnp.where(number < work.n, total * across(factor), LOWEST)
     chosen = jnp.where(number == across(token), z, 0.0).sum(axis=1)
+    if cut:
+      line = lax.div(column, jnp.int32(32))
+      own = (kept[0].at[line + i, here] for i in range(WORDS))
+      word = [across(mosaic.load(x, by_row)) for x in own]
+      z = jnp.where(_kept_here(word, place), z, LOWEST)
     most = z.max(axis=1)
     z = z - across(most)
     weight = jnp.exp(z)
@@ -128,24 +188,26 @@ def _body(table, count, x, w, tokens, scale, parts, small, *stages, work):
     for i, value in enumerate(found):
       small[wg, i] = value
     plgpu.commit_smem()
-    block = lax.div(column, jnp.int32(BLOCK))
+    block = lax.div(column - before, jnp.int32(BLOCK))
     for i in range(4):
       plgpu.copy_smem_to_gmem(small.at[wg, i], parts.at[i, block, here])
 
-  matmul.multiply_tiles(table, count, x, w, stages, finish, work)
+  matmul.multiply_tiles(
+    table, count, x, w, stages, finish, work, (before, wide)
+  )
 
   @pl.when(wg < work.tiles.consumers)
   def _():
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _merge(parts, out, *, sms: int):
+def _merge(parts, out, *, sms: int, blocks: int):
   """Merges the blocks of 128 rows at a time, in order: two passes.
 
   With M the greatest maximum, s = sum_j s_j e^(m_j - M) and
   u = sum_j e^(m_j - M) (u_j + (m_j - M) s_j): the entropy is log s - u / s.
   """
-  _, blocks, high = parts.shape
+  some, high = parts.shape[2:]
   sm = lax.axis_index('sm')
   trips = mosaic.cdiv(jnp.maximum(high // LANES - sm, 0), sms)
   zero = jnp.zeros((LANES,), jnp.float32)
@@ -166,18 +228,21 @@ def _merge(parts, out, *, sms: int):
   @pl.loop(0, trips)
   def _(trip):
     here = pl.ds((trip * sms + sm) * LANES, LANES)
-    most = loop(
-      lambda j, most: jnp.maximum(most, parts[0, j, here]), zero + LOWEST
-    )
+
+    def part(i, j):
+      launch = lax.div(jnp.int32(j), jnp.int32(some))
+      return parts[launch, i, j - launch * some, here]
+
+    most = loop(lambda j, most: jnp.maximum(most, part(0, j)), zero + LOWEST)
 
     def add(j, carry):
       s, u, c = carry
-      shift = parts[0, j, here] - most
+      shift = part(0, j) - most
       factor = jnp.exp(shift)
-      own = parts[1, j, here]
+      own = part(1, j)
       s = s + own * factor
-      u = u + factor * (parts[2, j, here] + shift * own)
-      return s, u, c + parts[3, j, here]
+      u = u + factor * (part(2, j) + shift * own)
+      return s, u, c + part(3, j)
 
     s, u, c = loop(add, (zero, zero, zero))
     log = jnp.log(s)

@@ -10,8 +10,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from pallas_kernels.token_logprob import reference
+
 ROWS, COLUMNS, DEPTH = 128, 512, 512
 LANES = 128
+BLOCKS_OF_WORDS = (
+  32 * LANES // COLUMNS
+)  # that have their bits in the same words
 LOWEST = -1e30
 
 
@@ -25,8 +30,9 @@ def unsupported(hidden: jax.Array, unembed: jax.Array) -> str | None:
   return None
 
 
-def _kernel(x, w, token, scale, out, total, run, *, steps, blocks, vocabulary):
+def _kernel(x, w, token, scale, *refs, steps, blocks, vocabulary):
   """Grid: tile of rows, block of the vocabulary, step of D."""
+  *words, out, total, run = refs
   j, i = pl.program_id(1), pl.program_id(2)
 
   @pl.when((i == 0) & (j == 0))
@@ -46,6 +52,8 @@ def _kernel(x, w, token, scale, out, total, run, *, steps, blocks, vocabulary):
     number = j * COLUMNS + lax.broadcasted_iota(jnp.int32, total.shape, 1)
     z = jnp.where(number < vocabulary, total[...] * scale[:, :1], LOWEST)
     chosen = jnp.where(number == token[:, :1], z, 0.0)
+    if words:
+      z = jnp.where(_kept_here(words[0][...], j), z, LOWEST)
     most = run[0][:, :1]
     top = jnp.maximum(most, jnp.max(z, axis=1, keepdims=True))
     shift = most - top
@@ -70,16 +78,49 @@ def _kernel(x, w, token, scale, out, total, run, *, steps, blocks, vocabulary):
     out[2] = log - run[2] / run[1]
 
 
+def _by_lane(words: jax.Array, vocabulary: int) -> jax.Array:
+  """Bits that lie as the kernel needs them, int32 [T, 128 ceil(V / 4096)].
+
+  Of 4096 ids from f on, bit b of word l is id f + 128 b + l.
+  """
+  t, count = words.shape[0], -(-vocabulary // (32 * LANES))
+  words = jnp.pad(words, ((0, 0), (0, count * LANES - words.shape[1])))
+  place = jnp.arange(32, dtype=jnp.uint32)[None, :, None]
+
+  def some(i):
+    bits = reference.is_kept(words, i * (32 * LANES), 32 * LANES)
+    bits = bits.reshape(t, 32, LANES).astype(jnp.uint32)
+    return jnp.sum(bits << place, axis=1, dtype=jnp.uint32)
+
+  found = jnp.swapaxes(lax.map(some, jnp.arange(count)), 0, 1)
+  return lax.bitcast_convert_type(found.reshape(t, -1), jnp.int32)
+
+
+def _kept_here(word: jax.Array, block: jax.Array) -> jax.Array:
+  """bool [ROWS, COLUMNS] of words [ROWS, LANES] that hold some blocks."""
+  count = COLUMNS // LANES
+  shift = lax.rem(block, BLOCKS_OF_WORDS) * count
+  bits = [
+    lax.shift_right_logical(word, jnp.full_like(word, shift + i)) & 1
+    for i in range(count)
+  ]
+  return jnp.concatenate(bits, axis=1) == 1
+
+
 @functools.partial(jax.jit, static_argnames=('interpret',))
 def statistics(
   hidden: jax.Array,
   unembed: jax.Array,
   tokens: jax.Array,
   temperatures: jax.Array,
+  words: jax.Array | None = None,
   *,
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Chosen logit, log-sum-exp and entropy of z, each float32 [T]; see package."""
+  """Chosen logit, log-sum-exp and entropy of z, each float32 [T].
+
+  The arguments are those of `reference.statistics`.
+  """
   (t, d), v = hidden.shape, unembed.shape[1]
   high = -(-t // ROWS) * ROWS
   pad = ((0, high - t), (0, 0))
@@ -95,6 +136,14 @@ def statistics(
     else next(size for size in range(DEPTH, 0, -LANES) if d % size == 0)
   )
   blocks, steps = -(-v // COLUMNS), d // depth
+  kept, kept_specs = (), []
+  if words is not None:
+    kept = (jnp.pad(_by_lane(words, v), pad),)
+    kept_specs = [
+      pl.BlockSpec(
+        (ROWS, LANES), lambda r, j, i: (r, lax.div(j, BLOCKS_OF_WORDS))
+      )
+    ]
   out = pl.pallas_call(
     functools.partial(_kernel, steps=steps, blocks=blocks, vocabulary=v),
     out_shape=jax.ShapeDtypeStruct((3, high, LANES), jnp.float32),
@@ -104,6 +153,7 @@ def statistics(
       pl.BlockSpec((depth, COLUMNS), lambda r, j, i: (i, j)),
       pl.BlockSpec((ROWS, LANES), lambda r, j, i: (r, 0)),
       pl.BlockSpec((ROWS, LANES), lambda r, j, i: (r, 0)),
+      *kept_specs,
     ],
     out_specs=pl.BlockSpec((3, ROWS, LANES), lambda r, j, i: (0, r, 0)),
     scratch_shapes=[
@@ -113,6 +163,12 @@ def statistics(
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'arbitrary', 'arbitrary')
     ),
+    name='token_logprob',
+    cost_estimate=pl.CostEstimate(
+      flops=2 * high * d * v,
+      bytes_accessed=unembed.nbytes * (high // ROWS),
+      transcendentals=high * v,
+    ),
     interpret=interpret,
-  )(hidden, unembed, token, scale)
+  )(hidden, unembed, token, scale, *kept)
   return tuple(out[:, :t, 0])

@@ -16,8 +16,10 @@ from pallas_kernels import mosaic
 from pallas_kernels import paged_attention
 from pallas_kernels.attention import gpu
 from pallas_kernels.attention import gpu_gradients
+from pallas_kernels.attention import reference
 from pallas_kernels.attention import shapes
 from pallas_kernels.attention import work
+from pallas_kernels.paged_attention import gpu as paged_gpu
 
 BLOCK = 64
 # Heads of queries and of keys, numbers of a key and of a value.
@@ -243,7 +245,7 @@ def test_items_cover_what_is_seen(lengths, align):
   place = np.arange(t)[None]
   seen = (place >= low[:, None]) & (place <= high[:, None])
   for item in np.asarray(work.packed_items(starts, ends, rows, block, 1, 1)):
-    row, (first, middle, end) = item[0], item[5:]
+    row, (first, middle, end) = item[0], item[5:8]
     part = seen[row : row + rows]
     assert not part[:, : first * block].any()
     assert not part[:, end * block :].any()
@@ -255,6 +257,56 @@ def test_items_cover_what_is_seen(lengths, align):
     assert not part[: first * block].any() and not part[end * block :].any()
     assert part[middle * block : after * block].all()
     assert first <= middle <= after <= end
+
+
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=8)
+@hypothesis.given(
+  lengths=st.lists(st.integers(1, 300), min_size=1, max_size=2),
+  rows=st.sampled_from([32, 64]),
+)
+def test_splits_are_those_of_each_row(lengths, rows):
+  """A tile is cut where each of its rows would be, counted from its segment."""
+  t, block, split = 704, 32, 3
+  ids = segments(t, *lengths, align=block)
+  starts, ends = ops.bounds(ids)
+  low, high = np.asarray(starts), np.asarray(ends)
+  for item in np.asarray(
+    work.packed_items(starts, ends, rows, block, 1, 1, split)
+  ):
+    (row, (first, _, end), count) = item[0], item[5:8], item[8]
+    cuts = {first + split * i for i in range(1, count)}
+    assert all(first < cut < end for cut in cuts)
+    for a, b in zip(low[row : row + rows], high[row : row + rows], strict=True):
+      own = set(range(a // block + split, b // block + 1, split))
+      inside = {cut for cut in cuts if a // block < cut <= b // block}
+      assert b < a or inside == own
+
+
+@needs_interpreter
+def test_splits_are_merged_alike():
+  """Training, and decoding with splits in turn and apart, over three splits."""
+  # One head: rows then lie in the same places of a tile in both. (The CPU's
+  # matmul, which stands for the tensor core here, adds by the place.)
+  q, k, v = (x[0] for x in draw(448, (1, 1, 128, 128)))
+  starts, ends = ops.bounds(segments(448, 70, 300))
+  sizes = dict(width=128, scale=0.1)
+  out, log = gpu.forward(
+    *(q, k, v, starts, ends), **sizes, block=BLOCK, split=128, interpret=True
+  )
+  want, logs = reference.forward(*(q, k, v, starts, ends), **sizes, block=BLOCK)
+  close(out, want, 4e-3)
+  np.testing.assert_allclose(log, logs, rtol=1e-5, atol=1e-4)
+  pages = [x.reshape(7, BLOCK, 1, 128) for x in (k, v)]
+  for apart in (False, True):
+    found = paged_gpu.forward(
+      *(q[None, 128:428], *pages, jnp.arange(2, 7)[None]),
+      jnp.arange(300)[None],
+      **sizes,
+      split=128,
+      apart=apart,
+      interpret=True,
+    )
+    np.testing.assert_array_equal(bits(found[0]), bits(out[128:428]))
 
 
 def lowered(shape, tiles=None, gradient=False):

@@ -7,6 +7,7 @@ import warnings
 import pytest
 
 from pallas_kernels import bench
+from pallas_kernels import bench_time
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import gpu
 
@@ -60,6 +61,40 @@ def test_a_wrong_result_fails_the_benchmark(monkeypatch, capsys):
   monkeypatch.setattr(bench, 'CASES', {'op': case})
   assert bench.run() == 1
   assert 'wrong: op at shape' in capsys.readouterr().out
+
+
+def test_what_was_measured_stays(monkeypatch, capsys, tmp_path):
+  def rows(shape):
+    yield bench.Row('op', shape.name, 'ours', seconds=1.0)
+    raise KeyboardInterrupt
+
+  path = tmp_path / 'kernels.json'
+  case = (rows, bench.norm_shapes.TRAINING[:1])
+  monkeypatch.setattr(bench, 'CASES', {'op': case})
+  with pytest.raises(KeyboardInterrupt):
+    bench.run(None, path)
+  assert [row['who'] for row in json.loads(path.read_text())['rows']] == [
+    'ours'
+  ]
+  assert 'op' in capsys.readouterr().out
+
+
+def test_device_time_is_that_of_kernels_on_streams():
+  def named(kind, name, pid, tid=0):
+    return {'name': kind, 'args': {'name': name}, 'pid': pid, 'tid': tid}
+
+  events = [
+    named('process_name', '/device:GPU:0', 1),
+    named('process_name', '/host:CPU', 2),
+    named('thread_name', 'Stream #7(compute)', 1, 5),
+    named('thread_name', 'Steps', 1, 6),
+    named('thread_name', 'Stream of a host', 2, 5),
+  ]
+  for pid, tid, took in ((1, 5, 3.0), (1, 5, 4.0), (1, 6, 9.0), (2, 5, 9.0)):
+    events.append(dict(ph='X', name='k', pid=pid, tid=tid, dur=took))
+  found = bench_time._on_streams(events)
+  assert [one['dur'] for one in found] == [3.0, 4.0]
+  assert bench_time.device_seconds(lambda: 0, lambda out: out) is None
 
 
 def test_every_shape_cuts_down():

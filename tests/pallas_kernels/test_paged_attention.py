@@ -1,5 +1,7 @@
 """Paged attention against a loop over sequences."""
 
+import re
+
 from implementations import NAMES
 from implementations import needs_interpreter
 import jax
@@ -100,21 +102,34 @@ def test_positions_of_the_first_query():
   )
 
 
-@pytest.mark.parametrize('shape', shapes.DECODING[1:] + shapes.PREFILLING)
+@pytest.mark.parametrize(
+  'shape', shapes.DECODING[1:] + shapes.PREFILLING + shapes.FEW
+)
 def test_lowers_for_cuda(shape):
   n, count = shape.sequences, shape.tokens // shape.block
   some = lambda *size: jax.ShapeDtypeStruct(size, jnp.bfloat16)  # noqa: E731
   whole = lambda *size: jax.ShapeDtypeStruct(size, jnp.int32)  # noqa: E731
   page = n * count, shape.block, shape.groups
   text = mosaic.lower(
-    lambda *a: gpu.forward(*a, width=shape.width, scale=0.1),
+    lambda *a: gpu.forward(*a, width=shape.width, scale=0.1, split=None),
     some(n, shape.queries, shape.heads, shape.key),
     some(*page, shape.key),
     None if shape.shared else some(*page, shape.width),
     whole(n, count),
     whole(n, shape.queries),
   )
-  assert 'mosaic_gpu' in text
+  # Of few long sequences the splits are merged by a second kernel.
+  kernels = len(re.findall(r'custom_call @mosaic_gpu', text))
+  assert kernels == 1 + (shape in shapes.FEW)
+
+
+def test_when_sequences_are_few():
+  sums = 64, 512
+  assert gpu.few(4, 512, 16, sums)
+  assert not gpu.few(4, 16, 16, sums)  # one split each
+  assert not gpu.few(132, 512, 16, sums)  # enough of them
+  assert not gpu.few(4, 512, 16, (64, 64))  # a row is no line of a warpgroup
+  assert not gpu.few(64, 2**14, 16, sums)  # gigabytes of sums
 
 
 @pytest.mark.parametrize(
@@ -126,6 +141,7 @@ def test_lowers_for_cuda(shape):
     (dict(k=(8, 64, 1, 32)), 'differ in the numbers of a head'),
     (dict(v=None), 'width=0; without v'),
     (dict(real=True), 'positions is float32; give integers'),
+    (dict(split=96), 'split=96 must be a multiple of block=64'),
     (dict(k=(8, 32, 1, 64), implementation='gpu'), 'takes 64 and 128'),
     (dict(implementation='gpu'), 'the default device is a cpu'),
   ],
@@ -133,7 +149,7 @@ def test_lowers_for_cuda(shape):
 def test_bad_input(change, message):
   change = (
     dict(k=(8, 64, 1, 64), v=(), table=(2, 3), positions=(2, 3), at=0)
-    | dict(real=False, implementation=None)
+    | dict(real=False, implementation=None, split=0)
     | change
   )
   k = jnp.zeros(change['k'], jnp.bfloat16)
@@ -147,6 +163,7 @@ def test_bad_input(change, message):
       jnp.zeros(change['table'], jnp.int32),
       positions.astype(jnp.float32) if change['real'] else positions,
       scale=1.0,
+      split=change['split'],
       implementation=change['implementation'],
     )
 
@@ -171,3 +188,35 @@ def test_on_the_device(sizes):
     tiles = packed_gpu.Tiles(consumers=1, stages=2, turns=False, overlap=True)
     other = gpu.forward(*arrays, width=width, scale=scale, tiles=tiles)
     np.testing.assert_array_equal(np.asarray(other), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(mosaic.available() is not None, reason='needs a Hopper GPU')
+@pytest.mark.parametrize('shape', shapes.FEW)
+def test_splits_on_the_device(shape):
+  """Splits in turn and apart have the same bits, and the values are right."""
+  sizes = 2, 1, shape.heads, shape.groups, shape.key, shape.width, shape.block
+  q, _, _, _, _ = draw((*sizes[:5], 64, sizes[6]))
+  count = 4096 // shape.block
+  rng = np.random.default_rng(1)
+  some = lambda *size: jnp.asarray(rng.normal(size=size), jnp.bfloat16)  # noqa: E731
+  k = some(2 * count, shape.block, shape.groups, shape.key)
+  v = None if shape.shared else some(*k.shape[:3], shape.width)
+  table = rng.permutation(2 * count).reshape(2, count).astype(np.int32)
+  arrays = q, k, v, table, np.asarray([[4095], [2500]], np.int32)
+  scale = shape.key**-0.5
+  one, two = (
+    np.asarray(
+      gpu.forward(
+        *(None if x is None else jnp.asarray(x) for x in arrays),
+        width=shape.width,
+        scale=scale,
+        split=1024,
+        apart=apart,
+      )
+    )
+    for apart in (False, True)
+  )
+  np.testing.assert_array_equal(one, two)
+  want = by_hand(*arrays, shape.width, scale)
+  assert np.linalg.norm(two - want) <= 4e-3 * np.linalg.norm(want)

@@ -1,5 +1,7 @@
 """Rounding to eight and four bits, bit for bit against numpy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -114,6 +116,13 @@ def test_every_tie_of_the_grid():
     same_bits(found, by_hand_nvfp4(x, True))
 
 
+def test_scales_are_read_from_their_bits():
+  every = jnp.arange(127, dtype=jnp.uint8)  # that is not negative, nor NaN
+  scale = jax.lax.bitcast_convert_type(every, jnp.float8_e4m3fn)
+  found = jax.jit(quantize.reference.from_e4m3)(scale)
+  np.testing.assert_array_equal(found, np.asarray(scale, np.float32))
+
+
 def test_a_row_does_not_depend_on_others():
   x = draw(5, 80)
   whole = quantize.nvfp4(x, implementation='gpu_interpret')
@@ -162,6 +171,14 @@ def test_bad_input():
 @pytest.mark.skipif(mosaic.available() is not None, reason='needs a Hopper GPU')
 def test_on_the_device():
   x = draw(300, 512)
-  same_bits(quantize.nvfp4(x, implementation='gpu'), by_hand_nvfp4(x, True))
-  same_bits(quantize.mxfp8(x, implementation='gpu'), by_hand_mxfp8(x))
-  same_bits(quantize.fp8(x, implementation='gpu'), by_hand_fp8(x))
+  for name in (
+    'gpu',
+    'reference',
+  ):  # XLA rewrites what it may, and more on a GPU
+
+    def run(form, name=name):
+      return jax.jit(functools.partial(form, implementation=name))(x)
+
+    same_bits(run(quantize.nvfp4), by_hand_nvfp4(x, True))
+    same_bits(run(quantize.mxfp8), by_hand_mxfp8(x))
+    same_bits(run(quantize.fp8), by_hand_fp8(x))

@@ -69,39 +69,81 @@ def test_values_and_gradients(name, monkeypatch):
     assert off <= 4e-3 * np.linalg.norm(exact)  # bfloat16 rounds to 2^-9
 
 
-def test_kept_ids(monkeypatch):
-  monkeypatch.setattr(reference, 'CHUNK', 96)
-  hidden, unembed, tokens, temperatures = draw(9)
+def draw_kept(tokens, v, most=6):
+  """Ids [T, most] with the token among them; every third row keeps all."""
   rng = np.random.default_rng(1)
-  kept = np.full((9, 6), -1)
-  for row in range(9):
-    others = rng.permutation(320)[: row % 6]
-    ids = np.unique([*others, tokens[row]])[:6]
-    kept[row, : len(ids)] = ids
-    if tokens[row] not in ids:
-      kept[row, 0] = tokens[row]
-  inside = np.zeros((9, 320), bool)
-  for row in range(9):
-    inside[row, kept[row][kept[row] >= 0]] = True
+  t = len(tokens)
+  kept, inside = np.full((t, most), -1), np.zeros((t, v), bool)
+  for row in range(t):
+    ids = [*rng.permutation(v)[: row % most], int(tokens[row])]
+    if row % 3 == 2:
+      inside[row] = True
+    else:
+      kept[row, : len(ids)] = rng.permutation(ids)
+      inside[row, ids] = True
+  kept[0, 1] = kept[0, 0]  # one twice
+  return jnp.asarray(kept), jnp.asarray(inside)
 
-  def ours(hidden):
+
+@pytest.mark.parametrize('name', NAMES)
+def test_kept_ids(name, monkeypatch):
+  """Values and gradients; ids and bits alike; rows that keep all as without."""
+  monkeypatch.setattr(reference, 'CHUNK', 192)
+  hidden, unembed, tokens, temperatures = draw(70)
+  kept, inside = draw_kept(tokens, 320)
+  weights = jnp.cos(jnp.arange(70.0)), jnp.sin(jnp.arange(70.0))
+
+  def ours(hidden, unembed, kept):
     return ops.token_logprob(
-      hidden, unembed, tokens, temperatures, kept=jnp.asarray(kept)
+      hidden, unembed, tokens, temperatures, kept=kept, implementation=name
     )
 
-  def plain(hidden):
-    return by_hand(hidden, unembed, tokens, temperatures, jnp.asarray(inside))
+  def loss(function, last):
+    def weighed(hidden, unembed):
+      found = function(hidden, unembed, last)
+      return sum(map(jnp.vdot, weights, found)), found
 
-  for got, want in zip(ours(hidden), plain(hidden), strict=True):
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-  got = jax.grad(lambda h: jnp.sum(ours(h)[0]))(hidden)
-  want = jax.grad(lambda h: jnp.sum(plain(h)[0]))(hidden.astype(jnp.float32))
-  off = np.linalg.norm(np.asarray(got, np.float32) - want)
-  assert off <= 4e-3 * np.linalg.norm(want)
-  with pytest.raises(ValueError, match='kept ids'):
-    ops.token_logprob(
-      hidden, unembed, tokens, kept=jnp.asarray(kept), implementation='gpu'
-    )
+    return jax.value_and_grad(weighed, (0, 1), has_aux=True)
+
+  plain = lambda *a: by_hand(a[0], a[1], tokens, temperatures, a[2])  # noqa: E731
+  (_, found), gots = loss(ours, kept)(hidden, unembed)
+  wide = hidden.astype(jnp.float32), unembed.astype(jnp.float32)
+  (_, want), wants = loss(plain, inside)(*wide)
+  for got, exact in zip(found, want, strict=True):
+    np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
+  for got, exact in zip(gots, wants, strict=True):
+    off = np.linalg.norm(np.asarray(got, np.float32) - exact)
+    assert off <= 4e-3 * np.linalg.norm(exact)
+  packed = np.stack(ours(hidden, unembed, jnp.packbits(inside, axis=1)))
+  np.testing.assert_array_equal(packed, ours(hidden, unembed, kept))
+  whole = np.stack(ours(hidden, unembed, None))[:, 2::3]
+  if name == 'reference':  # which XLA compiles anew
+    np.testing.assert_allclose(packed[:, 2::3], whole, rtol=1e-5, atol=1e-5)
+  else:
+    np.testing.assert_array_equal(packed[:, 2::3], whole)
+
+
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=20)
+@hypothesis.given(
+  v=st.integers(1, 200),
+  rows=st.lists(
+    st.lists(st.integers(0, 199), min_size=1, max_size=9),
+    min_size=1,
+    max_size=3,
+  ),
+)
+def test_words_of_what_is_kept(v, rows):
+  kept = np.full((len(rows), 9), -1)
+  inside = np.zeros((len(rows), v), bool)
+  for i, ids in enumerate(rows):
+    ids = [number % v for number in ids]
+    kept[i, : len(ids)] = ids
+    inside[i, ids] = True
+  for given in (kept, np.packbits(inside, axis=1)):
+    words = np.asarray(reference.kept_words(jnp.asarray(given), v))
+    found = np.unpackbits(words.view(np.uint8), axis=1, bitorder='little')
+    np.testing.assert_array_equal(found[:, :v], inside)
+    assert not found[:, v:].any()
 
 
 @needs_interpreter
@@ -121,7 +163,7 @@ def test_kept_ids(monkeypatch):
 def test_bits_depend_on_the_row_alone(t, rows, tiles):
   # Sums of such products are exact. The CPU's own matmul, which stands for the
   # tensor core here, adds a row in an order that depends on its place.
-  hidden, unembed, tokens, temperatures = draw(t)
+  hidden, unembed, tokens, temperatures = draw(t, v=600)
   hidden, unembed = (jnp.round(4 * a) / 4 for a in (hidden, unembed))
   arguments = hidden, unembed, tokens, temperatures
   want = np.stack(gpu.statistics(*arguments, interpret=True))
@@ -133,6 +175,7 @@ def test_bits_depend_on_the_row_alone(t, rows, tiles):
       tokens[kept],
       temperatures[kept],
       tiles=tiles,
+      waves=1,  # two launches, or three
       interpret=True,
     )
   )
@@ -141,8 +184,15 @@ def test_bits_depend_on_the_row_alone(t, rows, tiles):
   )
 
 
-@pytest.mark.parametrize('shape', (shapes.TRAINING[0], shapes.DECODING[0]))
-def test_lowers_for_cuda(shape):
+@pytest.mark.parametrize(
+  ('shape', 'kept'),
+  [
+    (shapes.TRAINING[0], False),
+    (shapes.TRAINING[0], True),
+    (shapes.DECODING[0], False),
+  ],
+)
+def test_lowers_for_cuda(shape, kept):
   t, d, v = shape.tokens, shape.depth, shape.vocabulary
   text = mosaic.lower(
     gpu.statistics,
@@ -150,6 +200,7 @@ def test_lowers_for_cuda(shape):
     jax.ShapeDtypeStruct((d, v), jnp.bfloat16),
     jax.ShapeDtypeStruct((t,), jnp.int32),
     jax.ShapeDtypeStruct((t,), jnp.float32),
+    jax.ShapeDtypeStruct((t, -(-v // 32)), jnp.uint32) if kept else None,
   )
   assert text.count('mosaic_gpu') >= 2
 
@@ -170,6 +221,9 @@ def test_bad_input():
     'must be in 0..319': dict(tokens=tokens.at[1].set(320)),
     'must be above 0': dict(temperatures=temperatures.at[0].set(0)),
     'must be \\[T, J\\]': dict(kept=tokens),
+    '40 bytes a row': dict(kept=jnp.zeros((4, 41), jnp.uint8)),
+    'ids of int32': dict(kept=jnp.zeros((4, 2), jnp.float32)),
+    'must be below 320': dict(kept=tokens[:, None].at[2].set(320)),
     'default device is a cpu': dict(implementation='gpu'),
   }.items():
     with pytest.raises(ValueError, match=message):
@@ -196,3 +250,25 @@ def test_on_the_device():
     np.testing.assert_array_equal(
       np.stack(some).view(np.int32), found[:, kept].view(np.int32)
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(mosaic.available() is not None, reason='needs a Hopper GPU')
+def test_kept_ids_on_the_device():
+  rng = np.random.default_rng(0)
+  t, d, v = 300, 1024, 49152
+  hidden = jnp.asarray(rng.normal(size=(t, d)), jnp.bfloat16)
+  unembed = jnp.asarray(rng.normal(size=(d, v)) * 2 / d**0.5, jnp.bfloat16)
+  tokens = jnp.asarray(rng.integers(0, v, t), jnp.int32)
+  temperatures = jnp.asarray(rng.uniform(0.3, 2, t), jnp.float32)
+  arguments = hidden, unembed, tokens, temperatures
+  kept, inside = draw_kept(tokens, v)
+  found = np.stack(ops.token_logprob(*arguments, kept=kept))
+  want = by_hand(
+    *(x[:50] if x is not unembed else x for x in arguments), inside[:50]
+  )
+  np.testing.assert_allclose(
+    found[:, :50], np.stack(want), rtol=2e-3, atol=2e-3
+  )
+  whole = np.stack(ops.token_logprob(*arguments))
+  np.testing.assert_array_equal(found[:, 2::3], whole[:, 2::3])

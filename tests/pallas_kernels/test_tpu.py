@@ -60,7 +60,8 @@ def test_grouped_matmul(draw, shape):
   compile_(grouped.weight_gradient, x, dy, sizes)
 
 
-def test_token_logprob(draw):
+@pytest.mark.parametrize('kept', [False, True])
+def test_token_logprob(draw, kept):
   t, d, v = 1000, 7168, 163840
   compile_(
     token_logprob.statistics,
@@ -68,6 +69,7 @@ def test_token_logprob(draw):
     draw(d, v),
     draw(t, dtype=jnp.int32),
     draw(t, dtype=jnp.float32),
+    draw(t, -(-v // 32), dtype=jnp.uint32) if kept else None,
   )
 
 

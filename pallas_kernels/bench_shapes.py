@@ -1,0 +1,67 @@
+"""Shapes of the benchmark that belong to no one operation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from pallas_kernels.attention import shapes as attention_shapes
+from pallas_kernels.grouped_matmul import shapes as grouped_shapes
+from pallas_kernels.matmul import shapes as matmul_shapes
+from pallas_kernels.norm import shapes as norm_shapes
+from pallas_kernels.paged_attention import shapes as paged_shapes
+from pallas_kernels.route import shapes as route_shapes
+from pallas_kernels.route.reference import Router
+from pallas_kernels.token_logprob import shapes as logprob_shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+  """T rows of D, E experts of F, K of them a row."""
+
+  name: str
+  rows: int
+  width: int
+  hidden: int
+  experts: int
+  router: Router
+
+  @property
+  def flops(self) -> int:
+    return 2 * 3 * self.rows * self.router.k * self.width * self.hidden
+
+
+KIMI, QWEN3 = Router(8, scale=2.827), Router(8, kind='softmax')
+LAYERS = (
+  # Of Kimi K2.5 what one of eight chips holds, and routes among.
+  Layer('kimi-shard-8k', 8192, 7168, 2048, 48, KIMI),
+  Layer('qwen3-8k', 8192, 2048, 768, 128, QWEN3),
+  Layer('kimi-shard-64', 64, 7168, 2048, 48, KIMI),
+  Layer('qwen3-64', 64, 2048, 768, 128, QWEN3),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Invariance:
+  """A shape of another operation's benchmark."""
+
+  operation: str
+  shape: Any
+
+  @property
+  def name(self) -> str:
+    return self.shape.name
+
+
+INVARIANCE = (
+  Invariance('grouped_matmul', grouped_shapes.TRAINING[0]),
+  Invariance('grouped_matmul', grouped_shapes.DECODING[1]),
+  Invariance('matmul', matmul_shapes.TRAINING[0]),
+  Invariance('matmul', matmul_shapes.DECODING[0]),
+  Invariance('attention', attention_shapes.TRAINING[0]),
+  Invariance('paged_attention', paged_shapes.DECODING[1]),
+  Invariance('paged_attention', paged_shapes.DECODING[2]),
+  Invariance('token_logprob', logprob_shapes.TRAINING[0]),
+  Invariance('norm', norm_shapes.TRAINING[0]),
+  Invariance('route', route_shapes.TRAINING[0]),
+)
