@@ -64,7 +64,7 @@ class Live:
 def why_no_microvm(image):
   """'' where virtual machines can start from the image, else what is missing."""
   try:
-    microvm._qemu()
+    microvm._programs('auto')
     images.find(image)
   except (MissingFacility, ValueError) as error:
     return str(error)

@@ -1,6 +1,7 @@
 """Escapes and excesses, tried from inside, of both drivers that isolate."""
 
 import asyncio
+import contextlib
 import io
 import os
 import pathlib
@@ -14,8 +15,15 @@ import pytest
 from composer.bench import sessions
 
 DRIVERS = (
-  pytest.param('namespace'),
-  pytest.param('microvm', marks=live.needs_microvm()),
+  pytest.param({'driver': 'namespace'}, id='namespace'),
+  *(
+    pytest.param(
+      {'driver': 'microvm', 'hypervisor': name},
+      marks=live.needs_microvm(),
+      id=name,
+    )
+    for name in ('qemu', 'firecracker')
+  ),
 )
 SECRET = 'COMPOSER_TEST_SECRET_7c1'
 
@@ -23,10 +31,14 @@ SECRET = 'COMPOSER_TEST_SECRET_7c1'
 @pytest.fixture(scope='module', params=DRIVERS)
 def world(request):
   os.environ[SECRET] = SECRET  # the host's, before anything of a pool starts
-  found = live.open_live(request.param)
+  found = live.open_live(**request.param)
   yield found
   found.close()
   del os.environ[SECRET]
+
+
+def _nothing():
+  return contextlib.nullcontext()
 
 
 def python(world, code, timeout_s=30.0, files=None):
@@ -91,6 +103,32 @@ print([name for _, name in socket.if_nameindex()])
   assert result.stdout == "['lo']\n", result
 
 
+def test_no_unusual_family_of_sockets(world):
+  """A network namespace does not part vsock and the like from the host."""
+  code = """
+import errno, socket
+for family in range(1, 46):
+  for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
+    for call in (socket.socket, socket.socketpair):
+      try:
+        call(family, kind)
+        print(family)
+      except OSError as error:
+        if family == 40 and error.errno != errno.EAFNOSUPPORT:
+          print('vsock', error)
+for kind in (socket.SOCK_RAW, 10):  # and SOCK_PACKET
+  for family in (2, 10, 17):
+    try:
+      socket.socket(family, kind, 255)
+      print('raw', family)
+    except OSError:
+      pass
+"""
+  result = python(world, code)
+  assert result.exit_code == 0, result
+  assert set(result.stdout.split()) <= {'1', '2', '10', '16'}, result
+
+
 def test_machines_do_not_meet(world):
   """Two at once: no socket, process or file of one is seen by the other."""
   name = f'\0meet-{os.getpid()}'
@@ -123,12 +161,72 @@ print(met)
   assert first.stdout == 'up\n' and second.stdout == 'False\n', (first, second)
 
 
+def test_the_agent_believes_nothing_on_the_disk(world):
+  """What process 1 runs is not to be had by writing to its library."""
+  code = """
+import glob, os
+trap = 'import os; open("/machine/work/by" + str(os.getpid()), "w")\\n'
+library = os.path.dirname(os.__file__)
+for path in (*glob.glob(library + '/**/*.py', recursive=True),
+             *glob.glob('/run/agent/*.py')):
+  try:
+    with open(path, 'w') as file:
+      file.write(trap)
+  except OSError:
+    pass
+print(len(glob.glob(library + '/*.py')) > 50)
+"""
+  with world.machine() as machine:
+    result = world.call(machine.run(['python', '-c', code], 50.0))
+    assert result.stdout == 'True\n', result
+    still_works(world, machine)
+    with pytest.raises(PermissionError):
+      world.call(machine.read('../x'))
+    world.call(machine.write('a', 'b'))
+    assert world.call(machine.read('a')) == b'b'
+    world.call(machine.run(['sleep', '10'], 0.2))
+    look = world.call(machine.run(['ls', '/machine/work'], 30.0))
+    assert 'a' in look.stdout.split() and 'by1' not in look.stdout.split()
+
+
 def test_the_agent_survives(world):
   script = (
     'kill -9 1; kill -TERM 1; kill -INT 1; kill -STOP 1; kill -9 -1; true'
   )
   with world.machine() as machine:
     world.call(machine.run(['sh', '-c', script], 30.0))
+    still_works(world, machine)
+
+
+def test_no_limits_or_priorities_of_others(world):
+  """The agent has the same user: without files or time it would be no more."""
+  code = """
+import os, resource
+for kind in ('NOFILE', 'CPU', 'AS', 'FSIZE', 'NPROC', 'STACK', 'DATA'):
+  try:
+    resource.prlimit(1, getattr(resource, 'RLIMIT_' + kind), (0, 0))
+    print(kind)
+  except OSError:
+    pass
+for call, *args in (
+    (os.sched_setscheduler, 1, os.SCHED_IDLE, os.sched_param(0)),
+    (os.sched_setparam, 1, os.sched_param(0)),
+    (os.sched_setaffinity, 1, [0]), (os.setpriority, os.PRIO_PROCESS, 1, 19),
+    (os.setpriority, os.PRIO_USER, 0, 19), (os.setpriority, os.PRIO_PGRP, 0, 9),
+):
+  try:
+    call(*args)
+    print(call.__name__)
+  except OSError:
+    pass
+os.nice(1)
+os.setpriority(os.PRIO_PROCESS, 0, 19)
+os.sched_setaffinity(0, [0])
+resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+"""
+  with world.machine() as machine:
+    result = world.call(machine.run(['python', '-c', code], 30.0))
+    assert (result.stdout, result.exit_code) == ('', 0), result
     still_works(world, machine)
 
 
@@ -215,6 +313,68 @@ def test_disk_and_a_zip_bomb(world):
     still_works(world, machine)
 
 
+def test_memory_that_outlives_a_command(world):
+  """Files in memory, of one command after the other, end at a limit."""
+  code = """
+import os, sys
+for folder in ('/dev/shm', '/dev', '/run', '/tmp'):
+  try:
+    with open(f'{folder}/hog{sys.argv[1]}', 'wb') as file:
+      for _ in range(40):
+        file.write(bytes(1 << 20))
+  except OSError:
+    pass
+"""
+  with world.machine({'hog.py': code}) as machine:
+    for number in range(3):
+      world.call(machine.run(['python', 'hog.py', str(number)], 50.0))
+      still_works(world, machine)
+    look = 'rm -f /dev/shm/hog* /tmp/hog*; ls /dev | grep hog; echo gone'
+    result = world.call(machine.run(['sh', '-c', look], 30.0))
+    assert result.stdout == 'gone\n', result
+
+
+def test_many_and_deep_files(world):
+  """More names than there is room for, and a path longer than any."""
+  many = """
+import os
+try:
+  for number in range(200_000):
+    open(f'f{number}', 'x').close()
+except OSError as error:
+  print(error.strerror)
+"""
+  deep = """
+import os
+for number in range(1500):
+  os.mkdir('d' * 200)
+  os.chdir('d' * 200)
+"""
+  with world.machine() as machine:
+    result = world.call(machine.run(['python', '-c', many], 60.0))
+    assert result.stdout == 'No space left on device\n', result
+    with pytest.raises(OSError):
+      world.call(machine.write('one/more', b'x'))
+    clean = ['python', '-c', 'import os; [os.remove(x) for x in os.listdir()]']
+    world.call(machine.run(clean, 60.0))
+    result = world.call(machine.run(['python', '-c', deep], 60.0))
+    assert result.exit_code in (0, 1) and 'File name' not in result.stderr
+    if world.pool.config.driver == 'namespace':
+      with pytest.raises(OSError):
+        world.call(machine.snapshot())
+    still_works(world, machine)
+
+
+def test_a_file_larger_than_the_machine(world):
+  with world.machine() as machine:
+    sparse = 'import os; os.truncate("f", 1 << 40)'
+    world.call(machine.write('f', b'x'))
+    result = world.call(machine.run(['python', '-c', sparse], 30.0))
+    with pytest.raises(OSError) if not result.exit_code else _nothing():
+      world.call(machine.read('f'))
+    still_works(world, machine)
+
+
 def test_output(world):
   with world.machine() as machine:
     result = world.call(
@@ -275,11 +435,20 @@ while True: pass
   assert idle.seconds > 0.45 and idle.cpu_seconds < idle.seconds
 
 
+def test_a_command_has_so_much_cpu():
+  """All its processes together, before its time is over."""
+  world = live.open_live('namespace', exec_cpu_s=0.5)
+  spin = 'import os\nfor _ in range(3): os.fork()\nwhile True: pass'
+  result = world.run(['python', '-c', spin], 50.0)
+  world.close()
+  assert 'killed, cpu' in result.stderr and not result.timed_out, result
+
+
 def test_nothing_outlives_a_pool(world):
   """Processes, mounts, folders and control groups, as they were before."""
-  driver = world.pool.config.driver
+  config = world.pool.config
   before = sessions.leftovers()
-  other = live.open_live(driver, warm=1)
+  other = live.open_live(config.driver, hypervisor=config.hypervisor, warm=1)
   with other.machine({'a': 'b'}) as machine:
     other.call(machine.run(['sh', '-c', '(sleep 300 &); echo x > y'], 60.0))
   other.call(other.pool.acquire({}))  # still there when the pool closes

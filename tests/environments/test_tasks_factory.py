@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import json
+import os
+import time
 
 import pytest
 
@@ -111,6 +113,8 @@ def test_what_a_build_counts(built):
   assert result['tasks'] == KEPT and result['bodies_removed'] == 1
   assert result['tasks'] == len(list((folder / 'tasks').iterdir()))
   assert '4 pass 3 times over' in lines[0]
+  assert 'for want of no_such_module (install' in lines[0]
+  assert lines[0].endswith('give --with no_such_module)')
   recorded = (folder / 'progress.jsonl').read_text().splitlines()[1:]
   assert len(recorded) == KEPT + sum(result['dropped'].values())
 
@@ -223,6 +227,12 @@ def test_a_package_that_is_not_there():
     toolbox.files(('pytest', 'no-such-thing'))
 
 
+def test_a_package_brings_what_it_needs():
+  found = toolbox.files(('hypothesis',))
+  tops = {x.split('/')[2] for x in found if x.startswith('.composer/lib/')}
+  assert 'sortedcontainers' in tops and 'hypothesis' in tops
+
+
 def test_sets_are_split_by_function_and_by_bug(built):
   config = TasksConfig(
     kind='repository',
@@ -247,13 +257,25 @@ def test_sets_are_split_by_function_and_by_bug(built):
     sets.build_tasks(dataclasses.replace(config, held_out_function_share=1.0))
   with pytest.raises(ValueError, match="tasks.kind is 'x'"):
     sets.build_tasks(dataclasses.replace(config, kind='x'))
+  config = dataclasses.replace(
+    config, held_out_bug_share=0.0, only='body_removed', tools='read finish'
+  )
+  (task,) = sets.build_tasks(config).train
+  assert 'body_removed' in task.id and task.tools == ('read', 'finish')
+  for change, words in (
+    ({'only': 'nothing'}, "tasks.only='nothing' leaves none of 3"),
+    ({'only': '('}, 'no regular expression'),
+    ({'tools': 'read fly'}, "'fly', which task"),
+  ):
+    with pytest.raises(ValueError, match=words):
+      sets.build_tasks(dataclasses.replace(config, **change))
 
 
 @pytest.mark.parametrize(
   ('change', 'words'),
   [
     ({'tasks.path': ''}, 'tasks.path is empty'),
-    ({'midtrain.steps': '3'}, 'midtrain.steps=3 and tasks.kind'),
+    ({'tasks.kind': 'x'}, "tasks.kind='x'"),
   ],
 )
 def test_an_experiment_names_its_tasks(change, words):
@@ -301,6 +323,7 @@ CANARY = {
   'outcome': 'failed',
   'seconds': 0,
 }
+DECOY = {'decoy': 'a', 'outcome': 'failed'}
 DONE = [
   {'test': 'a', 'outcome': 'passed', 'seconds': 0},
   {'test': 'b', 'outcome': 'passed', 'seconds': 0},
@@ -313,6 +336,10 @@ DONE = [
     ([*DONE, CANARY, {'end': 1}], 'end', 2, []),
     ([DONE[0], CANARY, {'end': 1}], 'end', 1, []),
     ([*DONE, CANARY], 'died', 0, ['early_exit']),
+    ([*DONE, CANARY], 'forged', 0, ['tampered']),
+    ([{'decoys': 1}, DECOY, *DONE, CANARY, {'end': 1}], 'end', 2, []),
+    ([{'decoys': 2}, DECOY, *DONE, CANARY, {'end': 1}], 'end', 0, ['tampered']),
+    ([{'decoys': 1}, {**DECOY, 'outcome': 'passed'}, *DONE, CANARY, {'end': 1}], 'end', 0, ['tampered']),
     ([*DONE, CANARY], 'time', 0, []),
     ([*DONE, {'end': 0}], 'end', 0, ['tampered']),
     ([*DONE, {**CANARY, 'outcome': 'passed'}, {'end': 0}], 'end', 0, ['tampered']),
@@ -327,6 +354,54 @@ def test_verdicts(records, why, passed, signals):
   verdict = check.judge(SPEC, records, why)
   assert (verdict['passed'], verdict['total']) == (passed, 2)
   assert list(verdict['signals']) == signals
+
+
+def test_reports_are_sealed_in_their_row():
+  """Whoever holds the pipe can end the reports, and nothing else."""
+  key, read = bytes(range(32)), []
+
+  def write(descriptor, data):
+    read.append(bytes(data))
+    return len(data)
+
+  tell = check.reporter(key, write=write)
+  records = [{'test': "é'", 'seconds': 0.25}, {'decoys': 2}, {'end': 1}]
+  for record in records:
+    tell(**record)
+  lines = [x.removesuffix(b'\n') for x in read]
+  assert [check.opened(x, key, i) for i, x in enumerate(lines)] == records
+  for changed in (
+    lines[0].replace(b'0.25', b'0.26'),
+    lines[1],  # another's place
+    b'',
+    b'\xff ' + lines[0],
+    json.dumps(records[0]).encode(),
+  ):
+    assert check.opened(changed, key, 0) is None
+  assert check.opened(lines[0], key[:-1] + b'x', 0) is None
+
+
+def run_pipe(lines, key=b'k'):
+  """What the parent makes of these bytes on its pipe."""
+  reads, writes = os.pipe()
+  try:
+    os.write(writes, b''.join(lines))
+    os.close(writes)
+    return check.collect(reads, time.monotonic() + 1, key, check.wait_alone)
+  finally:
+    os.close(reads)
+
+
+def test_a_broken_row_of_reports_is_said_to_be_forged():
+  lines = []
+  tell = check.reporter(b'k', write=lambda _, x: lines.append(x) or len(x))
+  for record in ({'test': 'a'}, {'test': 'b'}, {'end': 0}):
+    tell(**record)
+  assert run_pipe(lines) == ([{'test': 'a'}, {'test': 'b'}, {'end': 0}], 'end')
+  assert run_pipe(lines[:2])[1] == 'died'
+  assert run_pipe([lines[0], lines[2]]) == ([{'test': 'a'}], 'forged')
+  assert run_pipe([lines[0], lines[0]])[1] == 'forged'
+  assert run_pipe([b'{"test": "a", "outcome": "passed"}\n'])[1] == 'forged'
 
 
 def test_what_the_solution_does_as_well_is_no_signal():

@@ -28,6 +28,7 @@ KERNEL = 'linux-image-cloud-amd64'
 FETCH_S = 600.0
 UNPACK_S = 120.0
 KEPT = 2  # images of a name
+LINKS = 40  # followed on one path, as the kernel does
 SPARE_MB = 32  # free space of a disk that is never written
 MERGED = ('bin', 'sbin', 'lib', 'lib32', 'lib64', 'libx32')  # links into /usr
 LEFT_OUT = (
@@ -271,23 +272,67 @@ def _wanted(path: str, only: Sequence[str]) -> bool:
 def _extract(
   tar: tarfile.TarFile, member: tarfile.TarInfo, tree: pathlib.Path
 ) -> None:
-  """One member; owned by this user, special files and special bits left out."""
-  target = tree / member.name
+  """One member; owned by this user, special files and special bits left out.
+
+  Links may lead anywhere, since nothing is written or linked through one that
+  leads out of the tree.
+
+  Raises:
+    OSError: a member that would have been.
+  """
+  target = _inside(tree, member.name)
   if member.isdir():
-    target.mkdir(parents=True, exist_ok=True)
+    # Where a link to a folder stands already, the folder is its target.
+    _inside(tree, f'{member.name}/.').mkdir(parents=True, exist_ok=True)
     return
   target.parent.mkdir(parents=True, exist_ok=True)
+  if target.is_dir() and not target.is_symlink():
+    raise OSError(f'a package has a file for the folder {member.name!r}')
   target.unlink(missing_ok=True)
   if member.issym():
     target.symlink_to(member.linkname)
   elif member.islnk():
-    os.link(tree / member.linkname, target)
+    source = _inside(tree, member.linkname)
+    os.link(source, target, follow_symlinks=False)
   elif member.isreg():
-    source = tar.extractfile(member)
-    assert source is not None
-    with open(target, 'wb') as file:
-      shutil.copyfileobj(source, file)
-    target.chmod(member.mode & 0o777)
+    _write_new(tar, member, target)
+
+
+def _inside(tree: pathlib.Path, name: str) -> pathlib.Path:
+  """Where a member stands: its folder with links followed, inside the tree.
+
+  An absolute link is one from the tree's own root; so it is read here too, a
+  link at a time, and never by the system.
+  """
+  parts, place, steps = name.split('/'), tree, 0
+  while len(parts) > 1:
+    part = parts.pop(0)
+    if part in ('', '.'):
+      continue
+    if part == '..':
+      if place == tree:
+        raise OSError(f'a package leads out of its tree by {name!r}')
+      place = place.parent
+    elif (place / part).is_symlink():
+      steps += 1
+      link = os.readlink(place / part)
+      if steps > LINKS:
+        raise OSError(f'a package has links without end at {name!r}')
+      place = tree if link.startswith('/') else place
+      parts = [*link.split('/'), *parts]
+    else:
+      place = place / part
+  return place / parts[0]
+
+
+def _write_new(
+  tar: tarfile.TarFile, member: tarfile.TarInfo, target: pathlib.Path
+) -> None:
+  source = tar.extractfile(member)
+  assert source is not None
+  with open(target, 'xb') as file:
+    shutil.copyfileobj(source, file)
+  target.chmod(member.mode & 0o777)
 
 
 def finish(tree: pathlib.Path, recipe: catalog.Recipe) -> None:

@@ -22,6 +22,7 @@ MODULES = (
   'virtio_mmio',
   'virtio_blk',
   'virtio_console',
+  'vmw_vsock_virtio_transport',
   'overlay',
   'virtio-rng',
 )

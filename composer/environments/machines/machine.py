@@ -261,7 +261,9 @@ class Machine:
     self._timeout_s = timeout_s
     self._on_stop = on_stop
     self._handle = handle
-    self._resumes = handle is not None  # told by its first request
+    # Requests that bring time and chance: the first waits while the machine
+    # starts, so it comes late, and the second is on time.
+    self._resumes = 2 if handle is not None else 0
     self._lock = asyncio.Lock()
     self._staged: dict[str, str | bytes] = {}
 
@@ -322,7 +324,9 @@ class Machine:
     await self._flush()
     if self._handle is not None:
       async with self._lock:
-        return Snapshot(driver, folder=await self._handle.save())
+        folder = await self._handle.save()
+        self._resumes = 1  # its clock stood still
+        return Snapshot(driver, folder=folder)
     answer = await self._ask(TRANSFER_S, {}, save=True)
     message = answer.message
     return Snapshot(
@@ -377,10 +381,10 @@ class Machine:
     async with self._lock:
       files = {**self._staged, **write}
       request = encode(
-        files, run, timeout_s, read, resume=self._resumes, save=save
+        files, run, timeout_s, read, resume=self._resumes > 0, save=save
       )
       self._staged.clear()
-      self._resumes = False
+      self._resumes = max(0, self._resumes - 1)
       answer = await self._exchange(request, limit_s)
     return check(answer)
 

@@ -1,11 +1,12 @@
-"""The `microvm` driver: a real kernel in QEMU's microvm machine.
+"""The `microvm` driver: a real kernel in Firecracker, or QEMU's microvm machine.
 
 For what a namespace cannot give: services that run on (a database), processes
 and memory that a snapshot keeps, root, and a kernel between the program and the
 host. There is no network device. A machine is a fork of a booted one: its memory
-is that of the saved state until it writes to it. Under emulation (where a boot
-under KVM fails, whatever /dev/kvm promises) it is some ten times slower than its
-host; provenance says which it was.
+is that of the saved state until it writes to it. Firecracker is taken where it is
+installed and KVM boots a machine in it, else QEMU. Under emulation (where a boot
+under KVM fails, whatever /dev/kvm promises) a machine is some ten times slower
+than its host; provenance says which it was.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import os
 import pathlib
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from composer.config import MachineConfig
 from composer.environments import images
 from composer.environments.images import catalog
 from composer.environments.images import initrd
+from composer.environments.images import kernel as kernel_lib
 from composer.environments.machines import zygote as zygote_lib
 from composer.environments.machines.machine import MachineError
 from composer.environments.machines.machine import MissingFacility
@@ -32,6 +35,12 @@ IMAGE = 'base'  # where the config names none
 BOOT_S = 90.0
 SERVICES_S = 300.0
 START_S = 60.0  # of a fork, on a host that starts many at once
+HYPERVISORS = ('auto', 'firecracker', 'qemu')
+PROGRAMS = {'firecracker': 'firecracker', 'qemu': 'qemu-system-x86_64'}
+# Devices by ACPI, which Debian's kernel needs, and a restored machine that is
+# told of its lost connections.
+OLDEST_FIRECRACKER = (1, 9, 1)
+KVM = '/dev/kvm'
 AGENT = ('execute.py', 'files.py', 'groups.py', 'guest.py', 'isolate.py')
 AGENT += ('seccomp.py', 'serve.py')
 
@@ -45,14 +54,14 @@ def launch(
   could not be bounded there.
 
   Raises:
-    MissingFacility: QEMU or the image is missing; says what to do.
+    MissingFacility: a hypervisor or the image is missing; says what to do.
     MachineError: a machine does not boot.
   """
   del harness
   image = _image(config)
-  qemu = _qemu()
+  programs = _programs(config.hypervisor, config.accelerator)
   limit = BOOT_S + (SERVICES_S if _recipe(image).start else 0.0)
-  settings = _settings(config, image, qemu) | {'boot_s': limit}
+  settings = _settings(config, image, programs) | {'boot_s': limit}
   try:
     return zygote_lib.launch(settings, limit + 60.0, 'hypervisor.py')
   except zygote_lib.Missing as error:
@@ -66,6 +75,7 @@ def provenance(
   return {
     'driver': 'microvm',
     'isolation': 'virtual machine',
+    'hypervisor': facts['version'],
     'accelerator': facts['accelerator'],
     'kvm': facts['kvm'],
     'kernel': facts['kernel'],
@@ -101,22 +111,102 @@ def _recipe(image: images.Image) -> catalog.Recipe:
   return catalog.RECIPES[image.name]
 
 
-def _qemu() -> str:
+def _programs(hypervisor: str, accelerator: str = 'auto') -> dict[str, str]:
+  """Hypervisors that are installed and wanted: name -> path of the program."""
   if sys.platform != 'linux' or platform.machine() != 'x86_64':
     raise MissingFacility(
       f'machine.driver=microvm works on Linux on x86-64; this is {sys.platform}'
       f' on {platform.machine()}'
     )
-  for program, package in (
-    ('qemu-system-x86_64', 'qemu-system-x86'),
-    ('mke2fs', 'e2fsprogs'),
-  ):
-    if _which(program) is None:
+  if hypervisor == 'firecracker' and accelerator == 'tcg':
+    raise ValueError(
+      "machine.accelerator=tcg is QEMU's, and machine.hypervisor=firecracker;"
+      ' set machine.hypervisor=qemu'
+    )
+  found = {
+    name: path
+    for name, program in PROGRAMS.items()
+    if hypervisor in ('auto', name) and (path := _which(program))
+  }
+  if hypervisor == 'firecracker' and not found:
+    raise MissingFacility(
+      'machine.hypervisor=firecracker needs the program firecracker'
+      f' ({_dotted(OLDEST_FIRECRACKER)} or later) on the PATH: its releases are at'
+      ' github.com/firecracker-microvm/firecracker; or set'
+      ' machine.hypervisor=qemu'
+    )
+  if not found:
+    raise MissingFacility(_install('qemu-system-x86_64', 'qemu-system-x86'))
+  if _which('mke2fs') is None:
+    raise MissingFacility(_install('mke2fs', 'e2fsprogs'))
+  return found
+
+
+def _install(program: str, package: str) -> str:
+  return (
+    f'machine.driver=microvm needs {program}; run: apt-get install'
+    f' --no-install-recommends {package}'
+  )
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+  return '.'.join(map(str, version))
+
+
+def _versions(
+  programs: Mapping[str, str], image: images.Image, wanted: str
+) -> tuple[dict[str, str], str]:
+  """What each says of itself, and why a Firecracker is left out, or ''.
+
+  Raises:
+    MissingFacility: it was asked for by name, or no other is there.
+  """
+  versions = {name: _version(path) for name, path in programs.items()}
+  failure = ''
+  if 'firecracker' in versions:
+    failure = _unfit(versions['firecracker'], image)
+  if failure:
+    del versions['firecracker']
+    if wanted == 'firecracker' or not versions:
       raise MissingFacility(
-        f'machine.driver=microvm needs {program}; run: apt-get install'
-        f' --no-install-recommends {package}'
+        f'machine.hypervisor={wanted} cannot work here: {failure}'
       )
-  return str(_which('qemu-system-x86_64'))
+  return versions, failure
+
+
+def _version(program: str) -> str:
+  """The first line of what a program says of itself, or ''."""
+  try:
+    said = subprocess.run(
+      [program, '--version'],
+      capture_output=True,
+      text=True,
+      timeout=30,
+      check=False,
+    ).stdout
+  except (OSError, subprocess.SubprocessError):
+    said = ''
+  return said.partition('\n')[0]
+
+
+def _unfit(version: str, image: images.Image) -> str:
+  """Why this Firecracker cannot serve this image, or ''."""
+  found = re.search(r'v(\d+)\.(\d+)\.(\d+)', version)
+  if not found or tuple(map(int, found.groups())) < OLDEST_FIRECRACKER:
+    return (
+      f'{version or "firecracker"!r} is too old; install'
+      f' {_dotted(OLDEST_FIRECRACKER)} or later, or set machine.hypervisor=qemu'
+    )
+  assert image.folder is not None
+  if (
+    b'vmw_vsock_virtio_transport.ko'
+    not in (image.folder / 'initrd').read_bytes()
+  ):
+    return (
+      f'the image {image.name} was built without vsock; run: composer images'
+      f' build {image.name}'
+    )
+  return ''
 
 
 def _which(program: str) -> str | None:
@@ -127,28 +217,32 @@ def _which(program: str) -> str | None:
 def _settings(
   config: MachineConfig,
   image: images.Image,
-  qemu: str,
+  programs: Mapping[str, str],
 ) -> dict[str, Any]:
   assert image.folder is not None
   cache = catalog.cache() / 'states'
   cache.mkdir(parents=True, exist_ok=True)
   agent = _agent(cache)
-  version = subprocess.run(
-    [qemu, '--version'], capture_output=True, text=True, check=True, timeout=30
-  ).stdout.splitlines()[0]
+  versions, failure = _versions(programs, image, config.hypervisor)
+  kernel = image.folder / 'vmlinuz'
+  kernels = {'qemu': str(kernel)}
+  if 'firecracker' in versions:
+    kernels['firecracker'] = str(_uncompressed(kernel, cache))
   return {
     'driver': 'microvm',
     'image': '',
-    'qemu': qemu,
-    'qemu_version': version,
+    'programs': {name: programs[name] for name in versions},
+    'versions': versions,
+    'unfit': failure,
     'mke2fs': _which('mke2fs'),
-    'kernel': str(image.folder / 'vmlinuz'),
+    'kernels': kernels,
     'initrds': [str(image.folder / 'initrd'), str(agent)],
     'root': str(image.folder / 'root.ext4'),
     'image_digest': image.digest,
     'agent': agent.name,
     'start': _recipe(image).start,
     'accelerator': config.accelerator,
+    'kvm_device': KVM,
     'cache': str(cache),
     'scratch': zygote_lib.scratch(),
     'memory_mb': config.memory_mb,
@@ -160,6 +254,27 @@ def _settings(
   }
 
 
+def _uncompressed(kernel: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
+  """The kernel as Firecracker takes it, made once."""
+  data = kernel.read_bytes()
+  path = cache / f'vmlinux-{hashlib.sha256(data).hexdigest()[:16]}'
+  if not path.exists():
+    try:
+      _write_whole(path, kernel_lib.uncompressed(data))
+    except ValueError as error:
+      raise MissingFacility(
+        f'{kernel}: {error}; set machine.hypervisor=qemu'
+      ) from error
+  return path
+
+
+def _write_whole(path: pathlib.Path, data: bytes) -> None:
+  """Whole or not at all: another process may look meanwhile."""
+  temporary = path.with_suffix(f'.{os.getpid()}')
+  temporary.write_bytes(data)
+  temporary.rename(path)
+
+
 def _agent(cache: pathlib.Path) -> pathlib.Path:
   """The agent's files as an archive that the kernel unpacks."""
   files = {
@@ -169,7 +284,5 @@ def _agent(cache: pathlib.Path) -> pathlib.Path:
   data = initrd.archive_of(files)
   path = cache / f'agent-{hashlib.sha256(data).hexdigest()[:16]}'
   if not path.exists():
-    temporary = path.with_suffix(f'.{os.getpid()}')
-    temporary.write_bytes(data)
-    temporary.rename(path)
+    _write_whole(path, data)
   return path

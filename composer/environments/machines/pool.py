@@ -429,6 +429,11 @@ def validate(config: MachineConfig) -> None:
       f'machine.accelerator={config.accelerator!r} is unknown; the known ones are'
       f' {", ".join(ACCELERATORS)}'
     )
+  if config.hypervisor not in microvm.HYPERVISORS:
+    raise ValueError(
+      f'machine.hypervisor={config.hypervisor!r} is unknown; the known ones are'
+      f' {", ".join(microvm.HYPERVISORS)}'
+    )
   if config.driver == 'process' and config.image:
     raise ValueError(
       f'machine.driver=process has no image, and machine.image={config.image!r};'

@@ -12,10 +12,11 @@ then a line of JSON for each request:
 A saved state is a folder: `memory` (the machine's memory, mapped privately by
 each fork, so that forks share what they do not change), `state` (its devices)
 and `disk0`, `disk1`, ... (what it wrote, each over the one before). The state of
-a freshly booted machine is kept in the cache. End of file ends this process, and every machine with it.
+a freshly booted machine is kept in the cache. End of file ends this process, and
+every machine with it.
 
-QEMU is told the frequency of the time stamp counter: its microvm has no other
-clock to measure it by that this kernel would use.
+`qemu.py` and `firecracker.py` have the same functions: `boot`, and `keep` what
+has booted; `start` from a state, and `save` one.
 """
 
 import ctypes
@@ -31,13 +32,31 @@ import socket
 import struct
 import sys
 import time
+import types
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, _HERE)
+import firecracker  # noqa: E402
 import qemu  # noqa: E402
+import vm as vm_lib  # noqa: E402
+from vm import Broken  # noqa: E402
+from vm import Vm  # noqa: E402
+from vm import exactly  # noqa: E402
+from vm import hear  # noqa: E402
 
-KVM_S = 20.0  # for a boot under KVM to show that it works
+KINDS = {'firecracker': firecracker, 'qemu': qemu}
+# For a boot under KVM to show that it works: longer than an emulated one takes.
+KVM_S = 10.0
 KEPT_STATES = 6
+KEPT_VERDICTS_S = 7 * 86_400.0
+# (hypervisor, accelerator, processor), the best first. A processor is refused
+# whole for one register that KVM does not have, so it is tried without it too.
+LADDER = (
+  ('firecracker', 'kvm', ''),
+  ('qemu', 'kvm', 'host'),
+  ('qemu', 'kvm', 'host,arch-capabilities=off'),
+  ('qemu', 'tcg', 'max'),
+)
 
 
 class Refused(Exception):
@@ -53,7 +72,7 @@ def main() -> None:
   except Refused as error:
     say(control, {'refused': str(error)})
     return
-  except (qemu.Broken, OSError) as error:
+  except (Broken, OSError) as error:
     say(control, {'error': str(error)})
     return
   say(control, {'ready': True, 'facts': facts})
@@ -63,19 +82,8 @@ def main() -> None:
     serve(control, config, template, machines)
   finally:
     for vm in machines.values():
-      os.kill(vm.pid, signal.SIGKILL)
-      os.waitpid(vm.pid, 0)
+      vm.end()
     shutil.rmtree(config['scratch'], ignore_errors=True)
-
-
-def hear(sock: socket.socket) -> bytes:
-  line = b''
-  while not line.endswith(b'\n'):
-    piece = sock.recv(65536)
-    if not piece:
-      raise qemu.Broken('end of file')
-    line += piece
-  return line
 
 
 def say(sock: socket.socket, message: dict) -> None:
@@ -107,8 +115,7 @@ def serve(control, config: dict, template: str, machines: dict) -> None:
     data, messages, _, _ = control.recvmsg(65536, space)
     if not data:
       return
-    for _, _, body in messages:
-      descriptors += [x for (x,) in struct.iter_unpack('i', body)]
+    descriptors += vm_lib.unpack_descriptors(messages)
     *lines, text = (text + data).split(b'\n')
     for line in lines:
       obey(json.loads(line), config, template, machines, descriptors)
@@ -121,7 +128,10 @@ def obey(request, config, template, machines, descriptors) -> None:
     try:
       folder = os.path.join(config['scratch'], f'vm{number}')
       source = request['from'] or template
-      machines[number] = start(config, folder, source, descriptor)
+      os.utime(source)  # in use: `prune` leaves it
+      os.mkdir(folder)
+      kind = kind_of(config)
+      machines[number] = kind.start(config, folder, source, descriptor)
     except OSError as error:
       sys.stderr.write(f'machine {number}: {error}\n')
     finally:
@@ -148,20 +158,20 @@ def bury(machines: dict) -> None:
       return
     for number, vm in list(machines.items()):
       if vm.pid == pid:
-        vm.monitor.close()
+        vm.close()
         shutil.rmtree(vm.folder, ignore_errors=True)
         del machines[number]
 
 
-def save_aside(config: dict, vm: qemu.Vm, to: str, descriptor: int) -> None:
+def save_aside(config: dict, vm: Vm, to: str, descriptor: int) -> None:
   """Saves in a process of its own: requests go on meanwhile."""
   if os.fork():
     return
   answer: dict = {}
   try:
     signal.set_wakeup_fd(-1)
-    qemu.die_with_parent()
-    save(config, vm, to)
+    vm_lib.die_with_parent()
+    kind_of(config).save(config, vm, to)
     answer = {'saved': to}
   except BaseException as error:
     shutil.rmtree(to, ignore_errors=True)
@@ -171,89 +181,8 @@ def save_aside(config: dict, vm: qemu.Vm, to: str, descriptor: int) -> None:
     os._exit(0)
 
 
-# --- a machine ---------------------------------------------------------------
-
-
-def start(config: dict, folder: str, source: str, channel: int) -> qemu.Vm:
-  """A machine that goes on where a saved one stopped, with its own disk."""
-  os.utime(source)  # in use: `prune` leaves it
-  os.mkdir(folder)
-  depth = qemu.share_disks(source, folder)
-  disk = qemu.write_overlay(folder, depth, config['disk_bytes'])
-  state = os.open(os.path.join(source, 'state'), os.O_RDONLY)
-  try:
-    return qemu.launch(
-      config,
-      folder,
-      channel,
-      memory=(os.path.join(source, 'memory'), False),
-      disk=(disk, 'qcow2'),
-      state=state,
-    )
-  finally:
-    os.close(state)
-
-
-# --- saved states ------------------------------------------------------------
-
-
-def save(config: dict, vm: qemu.Vm, to: str) -> None:
-  """The state of a running fork, which goes on.
-
-  What a fork changed of its memory is its own, so it travels in the state; a
-  second QEMU takes that up and leaves memory and state apart, so that forks of
-  this state are as quick as those of the first.
-  """
-  os.makedirs(to, exist_ok=True)
-  monitor = qemu.Monitor(vm.monitor, 60.0)
-  monitor.send(qemu.ignore_shared(False))
-  whole = os.path.join(to, 'whole')
-  depth = len(qemu.disks(vm.folder)) - 1
-  monitor.ask('stop')
-  try:
-    qemu.write_state(monitor, whole)
-    qemu.share_disks(vm.folder, to, depth)
-    own = f'disk{depth}'
-    shutil.copyfile(os.path.join(vm.folder, own), os.path.join(to, own))
-  finally:
-    monitor.ask('cont')
-  divide(config, whole, to)
-  os.unlink(whole)
-
-
-def divide(config: dict, whole: str, to: str) -> None:
-  memory = os.path.join(to, 'memory')
-  disk = qemu.write_overlay(to, len(qemu.disks(to)), config['disk_bytes'])
-  state = os.open(whole, os.O_RDONLY)
-  ours, theirs = socket.socketpair()
-  try:
-    vm = qemu.launch(
-      config,
-      to,
-      theirs.fileno(),
-      memory=(memory, True),
-      disk=(disk, 'qcow2'),
-      state=state,
-      boot=('-S',),
-      ignore=False,
-    )
-  finally:
-    os.close(state)
-    theirs.close()
-  try:
-    monitor = qemu.Monitor(vm.monitor, 60.0)
-    deadline = time.monotonic() + 60.0
-    while monitor.ask('query-status')['status'] == 'inmigrate':
-      if time.monotonic() > deadline:
-        raise qemu.Broken('a saved state was not taken up within 60 s')
-      time.sleep(0.003)
-    monitor.send(qemu.ignore_shared(True))
-    qemu.write_state(monitor, os.path.join(to, 'state'))
-  finally:
-    os.kill(vm.pid, signal.SIGKILL)
-    os.waitpid(vm.pid, 0)
-    ours.close()
-  os.unlink(disk)
+def kind_of(config: dict) -> types.ModuleType:
+  return KINDS[config['hypervisor']]
 
 
 # --- the first state ---------------------------------------------------------
@@ -267,7 +196,7 @@ def find_template(config: dict) -> tuple:
   cache = config['cache']
   os.makedirs(cache, exist_ok=True)
   config['khz'] = counter_khz()
-  choose_accelerator(config)
+  choose(config)
   folder = os.path.join(cache, key_of(config))
   began = time.monotonic()
   with open(folder + '.lock', 'w') as lock:
@@ -283,79 +212,76 @@ def find_template(config: dict) -> tuple:
     with open(os.path.join(folder, 'facts.json')) as file:
       facts = json.load(file)
     os.utime(folder)
-  facts['kvm'] = config['kvm']
-  facts['accelerator'] = config['accelerator']
+  for name in ('kvm', 'accelerator', 'hypervisor'):
+    facts[name] = config[name]
+  facts['version'] = config['versions'][config['hypervisor']]
   return folder, facts
 
 
 def key_of(config: dict) -> str:
   names = (
-    *('image_digest', 'qemu_version', 'accelerator', 'memory_mb', 'processes'),
-    *('disk_mb', 'output_bytes', 'cpu_s', 'start', 'agent'),
+    *('image_digest', 'hypervisor', 'accelerator', 'cpu', 'memory_mb'),
+    *('processes', 'disk_mb', 'output_bytes', 'cpu_s', 'start', 'agent'),
   )
+  version = config['versions'][config['hypervisor']]
   clock = round(config['khz'] / 10_000)  # a state belongs to a host's counter
-  text = json.dumps([[config[name] for name in names], clock])
-  sources = b''
-  for path in (__file__, qemu.__file__):
+  text = json.dumps([[config[name] for name in names], version, clock])
+  return hashlib.sha256(text.encode() + sources()).hexdigest()[:20]
+
+
+def sources() -> bytes:
+  """Of what boots a machine: what changes here makes other states."""
+  read = b''
+  for path in (
+    __file__,
+    vm_lib.__file__,
+    *(x.__file__ for x in KINDS.values()),
+  ):
     with open(path, 'rb') as file:
-      sources += file.read()
-  return hashlib.sha256(text.encode() + sources).hexdigest()[:20]
+      read += file.read()
+  return read
 
 
 def prune(cache: str, keep: str) -> None:
   """Removes the states that were used longest ago, no sooner than an hour after.
 
-  Machines that were forked from one go on: they have it mapped.
+  Machines that were forked from one go on: they have it mapped. What was found
+  of KVM holds until this host boots again, so old ones say nothing.
   """
-  states = [
-    entry.path
-    for entry in os.scandir(cache)
-    if os.path.exists(os.path.join(entry.path, 'facts.json'))
-  ]
+  now = time.time()
+  states = []
+  for entry in list(os.scandir(cache)):
+    if os.path.exists(os.path.join(entry.path, 'facts.json')):
+      states.append(entry.path)
+    elif entry.name.startswith('kvm-'):
+      if entry.stat().st_mtime < now - KEPT_VERDICTS_S:
+        os.unlink(entry.path)
   states.sort(key=os.path.getmtime, reverse=True)
   for path in states[KEPT_STATES:]:
-    if path != keep and os.path.getmtime(path) < time.time() - 3600:
+    if path != keep and os.path.getmtime(path) < now - 3600:
       shutil.rmtree(path, ignore_errors=True)
 
 
 def boot(config: dict, folder: str) -> dict:
   """Boots, warms and saves a machine; what it told of itself."""
   os.makedirs(folder)
-  memory = os.path.join(folder, 'memory')
-  disk = os.path.join(folder, 'disk0')
+  make_blank(config, os.path.join(folder, 'disk0'))
   initrd = os.path.join(folder, 'initrd')
-  make_blank(config, disk)
   with open(initrd, 'wb') as file:
     for path in config['initrds']:
       with open(path, 'rb') as part:
         shutil.copyfileobj(part, file)
-  ours, theirs = socket.socketpair()
-  line = (
-    f'quiet reboot=t panic=-1 random.trust_cpu=off tsc_early_khz={config["khz"]}'
-    ' tsc=reliable mitigations=off console=none ro'
-  )
-  vm = qemu.launch(
-    config,
-    folder,
-    theirs.fileno(),
-    memory=(memory, True),
-    disk=(disk, 'raw'),
-    boot=('-kernel', config['kernel'], '-initrd', initrd, '-append', line),
-  )
-  theirs.close()
+  kind = kind_of(config)
+  vm, sock = kind.boot(config, folder, initrd)
   try:
-    facts = prepare(config, ours)
-    monitor = qemu.Monitor(vm.monitor, 60.0)
-    monitor.ask('stop')
-    qemu.write_state(monitor, os.path.join(folder, 'state'))
-  except (OSError, qemu.Broken, ValueError) as error:
-    with open(os.path.join(folder, 'log'), 'rb') as file:
-      log = file.read()[-500:].decode(errors='replace').strip()
-    raise qemu.Broken(f'a machine did not boot: {error} {log}') from error
+    facts = prepare(config, sock)
+    kind.keep(config, vm, folder)
+  except (OSError, Broken, ValueError) as error:
+    log = vm_lib.log_of(folder)
+    raise Broken(f'a machine did not boot: {error} {log}') from error
   finally:
-    os.kill(vm.pid, signal.SIGKILL)
-    os.waitpid(vm.pid, 0)
-    ours.close()
+    vm.end()
+    sock.close()
   os.unlink(initrd)
   return facts
 
@@ -369,7 +295,7 @@ def prepare(config: dict, sock: socket.socket) -> dict:
   sock.sendall(json.dumps(settings).encode() + b'\n')
   message = json.loads(hear(sock))
   if 'error' in message:
-    raise qemu.Broken(message['error'])
+    raise Broken(message['error'])
   calls = (
     {'facts': True},
     {'run': ['python', '-c', 'pass'], 'timeout': 20},
@@ -386,16 +312,6 @@ def prepare(config: dict, sock: socket.socket) -> dict:
   return facts
 
 
-def exactly(sock: socket.socket, count: int) -> bytes:
-  data = b''
-  while len(data) < count:
-    piece = sock.recv(count - len(data))
-    if not piece:
-      raise qemu.Broken('it ended')
-    data += piece
-  return data
-
-
 def make_blank(config: dict, disk: str) -> None:
   """The disk that a machine writes to: sparse, with an empty filesystem."""
   with open(disk, 'wb') as file:
@@ -404,45 +320,83 @@ def make_blank(config: dict, disk: str) -> None:
   argv += ['-O', '^has_journal', '-E', 'lazy_itable_init=1', disk]
   status = os.spawnv(os.P_WAIT, argv[0], argv)
   if status:
-    raise qemu.Broken(f'mke2fs failed ({status})')
+    raise Broken(f'mke2fs failed ({status})')
 
 
-def choose_accelerator(config: dict) -> None:
-  """KVM where a boot under it works; the answer is kept for this boot of ours."""
-  wanted = config['accelerator']
-  config['kvm'] = 'not asked for'
-  if wanted == 'tcg':
+# --- what works here ---------------------------------------------------------
+
+
+def choose(config: dict) -> None:
+  """Sets hypervisor, accelerator and processor: the best that boots.
+
+  Raises:
+    Refused: what was asked for by name does not.
+  """
+  rungs = [
+    (name, accelerator, cpu)
+    for name, accelerator, cpu in LADDER
+    if name in config['programs']
+    and config['accelerator'] in ('auto', accelerator)
+  ]
+  failures = [f'firecracker: {config["unfit"]}'] if config['unfit'] else []
+  for name, accelerator, cpu in rungs:
+    chosen = {'hypervisor': name, 'accelerator': accelerator, 'cpu': cpu}
+    verdict = 'not asked for'
+    if accelerator == 'kvm':
+      verdict = verdict_on({**config, **chosen})
+      if verdict != 'works':
+        failures.append(f'{name}: {verdict}')
+        continue
+    config.update(chosen)
+    config['kvm'] = '; '.join(failures) or verdict
     return
+  remedy = 'set machine.accelerator=tcg'
+  if 'qemu' not in config['programs']:
+    remedy = 'set machine.hypervisor=qemu, which can do without it'
+  why = '; '.join(failures) or 'no hypervisor that was asked for uses it'
+  raise Refused(
+    f'machine.accelerator={config["accelerator"]} cannot work here: {why};'
+    f' {remedy}'
+  )
+
+
+def verdict_on(config: dict) -> str:
+  """'works', or why not; the answer is kept for this boot of the host.
+
+  It is one of the host, hypervisor and kernel, whatever the machines' limits.
+  """
   with open('/proc/sys/kernel/random/boot_id') as file:
-    mark = file.read() + key_of(config)
-  name = hashlib.sha256(mark.encode()).hexdigest()[:12]
+    mark = [file.read()]
+  mark += [config[x] for x in ('hypervisor', 'cpu', 'image_digest', 'agent')]
+  mark.append(config['versions'][config['hypervisor']])
+  data = json.dumps(mark).encode() + sources()
+  name = hashlib.sha256(data).hexdigest()[:12]
   path = os.path.join(config['cache'], f'kvm-{name}')
   try:
     with open(path) as file:
-      config['kvm'] = file.read()
+      return file.read()
   except FileNotFoundError:
-    config['kvm'] = probe_kvm(config)
-    with open(path, 'w') as file:
-      file.write(config['kvm'])
-  if config['kvm'] != 'works' and wanted == 'kvm':
-    raise Refused(
-      f'machine.accelerator=kvm cannot work here: {config["kvm"]}; set'
-      ' machine.accelerator=tcg'
-    )
-  config['accelerator'] = 'kvm' if config['kvm'] == 'works' else 'tcg'
+    pass
+  verdict = probe_kvm(config)
+  # Whole or not at all: another process may look meanwhile.
+  temporary = f'{path}.{os.getpid()}'
+  with open(temporary, 'w') as file:
+    file.write(verdict)
+  os.replace(temporary, path)
+  return verdict
 
 
 def probe_kvm(config: dict) -> str:
   """'works', or why not: a device file alone shows nothing, a boot does."""
   try:
-    os.close(os.open('/dev/kvm', os.O_RDWR))
+    os.close(os.open(config['kvm_device'], os.O_RDWR))
   except OSError as error:
-    return f'/dev/kvm: {error.strerror}'
-  trial = {**config, 'accelerator': 'kvm', 'boot_s': KVM_S, 'start': ''}
+    return f'{config["kvm_device"]}: {error.strerror}'
+  trial = {**config, 'boot_s': KVM_S, 'start': ''}
   folder = os.path.join(config['scratch'], 'kvm')
   try:
     boot(trial, folder)
-  except (qemu.Broken, OSError) as error:
+  except (Broken, OSError) as error:
     return str(error)
   finally:
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,43 +1,76 @@
 """QEMU: its arguments, its monitor, its saved states and its disks.
 
 QEMU runs without a network, in a filter of system calls of its own, and ends with
-the process that started it.
+the process that started it. The agent's end of a serial port is its to hold.
+
+Under emulation QEMU is told the frequency of the time stamp counter: its microvm
+has no other clock to measure it by that this kernel would use.
 """
 
-import ctypes
 import json
 import os
-import signal
+import shutil
 import socket
 import struct
 import time
 
-EXTRA_MB = 96  # for the kernel, process 1 and the page cache of the tools
+import vm as vm_lib
+from vm import Broken
+from vm import Vm
+
 TCG_BUFFER_MB = 32  # translated code of a machine
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
-NEWIPC, NEWNET = 0x8000000, 0x40000000
 # QEMU starts nothing and becomes nobody else.
 SANDBOX = 'on,obsolete=deny,elevateprivileges=deny,spawn=deny'
 SANDBOX += ',resourcecontrol=deny'
 
-_libc = ctypes.CDLL(None, use_errno=True)
+
+def boot(config: dict, folder: str, initrd: str) -> tuple:
+  """A machine that boots, with `disk0` in its folder; our end of its agent."""
+  ours, theirs = socket.socketpair()
+  khz = config['khz']
+  line = (
+    f'quiet reboot=t panic=-1 random.trust_cpu=off tsc_early_khz={khz}'
+    ' tsc=reliable mitigations=off console=none ro'
+  )
+  kernel = config['kernels']['qemu']
+  try:
+    vm = launch(
+      config,
+      folder,
+      theirs.fileno(),
+      memory=(os.path.join(folder, 'memory'), True),
+      disk=(os.path.join(folder, 'disk0'), 'raw'),
+      boot=('-kernel', kernel, '-initrd', initrd, '-append', line),
+    )
+  finally:
+    theirs.close()
+  return vm, ours
 
 
-def die_with_parent() -> None:
-  _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def keep(config: dict, vm: Vm, folder: str) -> None:
+  """Stops a booted machine and leaves its state beside its memory and disk."""
+  del config
+  monitor = Monitor(vm.monitor, 60.0)
+  monitor.ask('stop')
+  write_state(monitor, os.path.join(folder, 'state'))
 
 
-class Broken(Exception):
-  """A virtual machine did not boot, or could not be saved."""
-
-
-class Vm:
-  """A running QEMU; `folder` holds its disk, `monitor` is our end of QMP."""
-
-  def __init__(self, pid: int, folder: str, monitor: socket.socket):
-    self.pid = pid
-    self.folder = folder
-    self.monitor = monitor
+def start(config: dict, folder: str, source: str, channel: int) -> Vm:
+  """A machine that goes on where a saved one stopped, with its own disk."""
+  depth = share_disks(source, folder)
+  disk = write_overlay(folder, depth, config['disk_bytes'])
+  state = os.open(os.path.join(source, 'state'), os.O_RDONLY)
+  try:
+    return launch(
+      config,
+      folder,
+      channel,
+      memory=(os.path.join(source, 'memory'), False),
+      disk=(disk, 'qcow2'),
+      state=state,
+    )
+  finally:
+    os.close(state)
 
 
 def launch(
@@ -58,10 +91,10 @@ def launch(
     ours.sendall(json.dumps(message).encode() + b'\n')
   path, share = memory
   argv = [
-    config['qemu'],
+    config['programs']['qemu'],
     *('-machine', 'microvm,memory-backend=memory'),
-    *accelerator(config['accelerator']),
-    *('-m', f'{config["memory_mb"] + EXTRA_MB}M', '-smp', '1'),
+    *accelerator(config['accelerator'], config['cpu']),
+    *('-m', f'{config["memory_mb"] + vm_lib.EXTRA_MB}M', '-smp', '1'),
     *('-object', _memory(config, path, share)),
     *('-nodefaults', '-no-user-config', '-no-reboot', '-display', 'none'),
     *('-drive', _drive('root', config['root'], 'raw', 'on')),
@@ -82,9 +115,7 @@ def launch(
     argv += ['-incoming', 'defer']
   argv += ['-sandbox', SANDBOX]
   inherited = [channel, theirs.fileno(), *([state] if state >= 0 else [])]
-  pid = os.fork()
-  if pid == 0:
-    become(argv, inherited, os.path.join(folder, 'log'))
+  pid = vm_lib.spawn(argv, {x: x for x in inherited}, folder)
   theirs.close()
   return Vm(pid, folder, ours)
 
@@ -111,7 +142,7 @@ def ignore_shared(state: bool) -> dict:
 
 def _memory(config: dict, path: str, share: bool) -> str:
   return (
-    f'memory-backend-file,id=memory,size={config["memory_mb"] + EXTRA_MB}M'
+    f'memory-backend-file,id=memory,size={config["memory_mb"] + vm_lib.EXTRA_MB}M'
     f',mem-path={path},share={"on" if share else "off"}'
   )
 
@@ -124,30 +155,11 @@ def _drive(name: str, path: str, kind: str, readonly: str) -> str:
   )
 
 
-def accelerator(name: str) -> list:
+def accelerator(name: str, cpu: str) -> list:
   if name == 'kvm':
-    return ['-accel', 'kvm', '-cpu', 'host']
+    return ['-accel', 'kvm', '-cpu', cpu]
   options = f'tcg,thread=single,tb-size={TCG_BUFFER_MB}'
-  return ['-accel', options, '-cpu', 'max']
-
-
-def become(argv: list, inherited: list, log: str) -> None:
-  """Never returns."""
-  try:
-    die_with_parent()
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _libc.unshare(NEWNET | NEWIPC)  # where it may: it needs neither
-    _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    null = os.open('/dev/null', os.O_RDWR)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for target, source in ((0, null), (1, out), (2, out)):
-      os.dup2(source, target)
-    for descriptor in inherited:
-      os.set_inheritable(descriptor, True)
-    os.execv(argv[0], argv)
-  finally:
-    os._exit(127)
+  return ['-accel', options, '-cpu', cpu]
 
 
 # --- saved states ------------------------------------------------------------
@@ -214,6 +226,64 @@ def write_state(monitor: Monitor, path: str, limit_s: float = 60.0) -> None:
     if time.monotonic() > deadline:
       raise Broken(f'its state was not saved within {limit_s:.0f} s')
     time.sleep(0.003)
+
+
+def save(config: dict, vm: Vm, to: str) -> None:
+  """The state of a running fork, which goes on.
+
+  What a fork changed of its memory is its own, so it travels in the state; a
+  second QEMU takes that up and leaves memory and state apart, so that forks of
+  this state are as quick as those of the first.
+  """
+  os.makedirs(to, exist_ok=True)
+  monitor = Monitor(vm.monitor, 60.0)
+  monitor.send(ignore_shared(False))
+  whole = os.path.join(to, 'whole')
+  depth = len(disks(vm.folder)) - 1
+  monitor.ask('stop')
+  try:
+    write_state(monitor, whole)
+    share_disks(vm.folder, to, depth)
+    own = f'disk{depth}'
+    shutil.copyfile(os.path.join(vm.folder, own), os.path.join(to, own))
+  finally:
+    monitor.ask('cont')
+  divide(config, whole, to)
+  os.unlink(whole)
+
+
+def divide(config: dict, whole: str, to: str) -> None:
+  memory = os.path.join(to, 'memory')
+  disk = write_overlay(to, len(disks(to)), config['disk_bytes'])
+  state = os.open(whole, os.O_RDONLY)
+  ours, theirs = socket.socketpair()
+  try:
+    vm = launch(
+      config,
+      to,
+      theirs.fileno(),
+      memory=(memory, True),
+      disk=(disk, 'qcow2'),
+      state=state,
+      boot=('-S',),
+      ignore=False,
+    )
+  finally:
+    os.close(state)
+    theirs.close()
+  try:
+    monitor = Monitor(vm.monitor, 60.0)
+    deadline = time.monotonic() + 60.0
+    while monitor.ask('query-status')['status'] == 'inmigrate':
+      if time.monotonic() > deadline:
+        raise Broken('a saved state was not taken up within 60 s')
+      time.sleep(0.003)
+    monitor.send(ignore_shared(True))
+    write_state(monitor, os.path.join(to, 'state'))
+  finally:
+    vm.end()
+    ours.close()
+  os.unlink(disk)
 
 
 # --- disks -------------------------------------------------------------------

@@ -3,7 +3,11 @@
 Refused (EPERM) is what has no use in a machine and either escapes its limits
 (memory in nameless files and System V segments, namespaces and mounts of one's
 own) or has a history of holes (io_uring, bpf, userfaultfd, keys), or reads other
-processes (ptrace). `clone3` does not exist (ENOSYS), so that libraries fall back
+processes (ptrace). Of families of sockets there are only the usual ones: a network
+namespace does not part the others from the host, and vsock, on a host that is a
+virtual machine, leads to the host of that. Limits and priorities can be set of
+the caller only: process 1 has the same user, and would not survive a limit of no
+files. `clone3` does not exist (ENOSYS), so that libraries fall back
 to `clone`, whose flags a filter can see.
 """
 
@@ -14,7 +18,8 @@ import struct
 
 PR_SET_SECCOMP, MODE_FILTER = 22, 2
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
-NUMBER, ARCH, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+NUMBER, ARCH = 0, 4  # offsets in struct seccomp_data
+FIRST_ARGUMENT, SECOND_ARGUMENT = 16, 24
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 X32 = 0x40000000
 # NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
@@ -35,6 +40,7 @@ REFUSED = {
   'mount': (165, 40),
   'move_mount': (429, 429),
   'msgget': (68, 186),
+  'open_by_handle_at': (304, 265),
   'open_tree': (428, 428),
   'perf_event_open': (298, 241),
   'pivot_root': (155, 41),
@@ -50,6 +56,16 @@ REFUSED = {
   'userfaultfd': (323, 282),
 }
 CLONE3 = 435
+OF_A_PROCESS = {  # by their first argument; 0 is the caller
+  'prlimit64': (302, 261),
+  'sched_setaffinity': (203, 122),
+  'sched_setattr': (314, 274),
+  'sched_setparam': (142, 118),
+  'sched_setscheduler': (144, 119),
+}
+SETPRIORITY = (141, 140)  # of a kind, 0 for processes, and of one
+SOCKETS = {'socket': (41, 198), 'socketpair': (53, 199)}
+FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 
 
 def program(machine: str) -> bytes:
@@ -58,29 +74,61 @@ def program(machine: str) -> bytes:
     return b''
   arch, clone = ARCHITECTURES[machine]
   column = list(ARCHITECTURES).index(machine)
-  numbers = [numbers[column] for numbers in REFUSED.values()]
-  refuse, missing = ERRNO | errno.EPERM, ERRNO | errno.ENOSYS
-  # A jump is relative: how many instructions to skip if true, if false.
-  lines = [
-    (LOAD, 0, 0, ARCH),
-    (EQUAL, 1, 0, arch),
-    (RETURN, 0, 0, missing),
-    (LOAD, 0, 0, NUMBER),
-    (AT_LEAST, 0, 1, X32),
-    (RETURN, 0, 0, missing),
-    (EQUAL, 0, 1, CLONE3),
-    (RETURN, 0, 0, missing),
-  ]
-  for place, number in enumerate(numbers):
-    lines.append((EQUAL, len(numbers) - place + 4 - 1, 0, number))
-  lines += [
-    (EQUAL, 0, 2, clone),
-    (LOAD, 0, 0, FIRST_ARGUMENT),
-    (ANY_BIT, 1, 0, NEW_NAMESPACES),
-    (RETURN, 0, 0, ALLOW),
-    (RETURN, 0, 0, refuse),
-  ]
-  return b''.join(struct.pack('=HBBI', *line) for line in lines)
+  return assemble(
+    [
+      (LOAD, 0, 0, ARCH),
+      (EQUAL, 0, 'missing', arch),
+      (LOAD, 0, 0, NUMBER),
+      (AT_LEAST, 'missing', 0, X32),
+      (EQUAL, 'missing', 0, CLONE3),
+      *((EQUAL, 'refuse', 0, x[column]) for x in REFUSED.values()),
+      *((EQUAL, 'own', 0, x[column]) for x in OF_A_PROCESS.values()),
+      (EQUAL, 'priority', 0, SETPRIORITY[column]),
+      *((EQUAL, 'family', 0, x[column]) for x in SOCKETS.values()),
+      (EQUAL, 0, 'allow', clone),
+      (LOAD, 0, 0, FIRST_ARGUMENT),
+      (ANY_BIT, 'refuse', 'allow', NEW_NAMESPACES),
+      'priority',
+      (LOAD, 0, 0, FIRST_ARGUMENT),
+      (EQUAL, 0, 'refuse', 0),
+      (LOAD, 0, 0, SECOND_ARGUMENT),
+      (EQUAL, 'allow', 'refuse', 0),
+      'own',
+      (LOAD, 0, 0, FIRST_ARGUMENT),
+      (EQUAL, 'allow', 'refuse', 0),
+      'family',
+      (LOAD, 0, 0, FIRST_ARGUMENT),
+      *((EQUAL, 'allow', 0, family) for family in FAMILIES),
+      (RETURN, 0, 0, ERRNO | errno.EAFNOSUPPORT),
+      'allow',
+      (RETURN, 0, 0, ALLOW),
+      'refuse',
+      (RETURN, 0, 0, ERRNO | errno.EPERM),
+      'missing',
+      (RETURN, 0, 0, ERRNO | errno.ENOSYS),
+    ]
+  )
+
+
+def assemble(lines: list) -> bytes:
+  """Instructions (code, where to if true, if false, value) and names of places.
+
+  0 goes on with the next; jumps are relative, and only forward.
+  """
+  places, code = {}, []
+  for line in lines:
+    if isinstance(line, str):
+      places[line] = len(code)
+    else:
+      code.append(line)
+  return b''.join(
+    struct.pack('=HBBI', kind, *(jump(x, n, places) for x in ways), value)
+    for n, (kind, *ways, value) in enumerate(code)
+  )
+
+
+def jump(way, place: int, places: dict) -> int:
+  return places[way] - place - 1 if way else 0
 
 
 _code = program(os.uname().machine)
