@@ -90,7 +90,7 @@ def examine(
     *((RUNNER.get(x, x), y) for x, y in grade.signals.items()),
     *_in_workspace(remains),
     *_in_calls(task, calls),
-    *changes.signals(task, remains),
+    *changes.signals(task, remains, grade.solved),
   ):
     found.setdefault(name, ' '.join(evidence.split())[:MOST_EVIDENCE])
   return tuple(Signal(x, found[x]) for x in SIGNALS if x in found)

@@ -16,6 +16,7 @@ import fnmatch
 import hashlib
 import json
 import re
+import secrets
 import time
 from typing import TYPE_CHECKING
 
@@ -145,23 +146,32 @@ import sys
 sys.path[:] = [x for x in sys.path if x]
 import hashlib, json, os
 found = {}
+def openly(path, mode):
+  try:
+    if not os.path.islink(path):
+      os.chmod(path, os.lstat(path).st_mode | mode)
+  except OSError:
+    pass
+openly('.', 0o700)
 for top, folders, names in os.walk('.'):
   folders[:] = [x for x in folders if os.path.join(top, x) != './.composer']
+  for name in folders:
+    openly(os.path.join(top, name), 0o700)
   for name in names:
     path = os.path.join(top, name)
     try:
       if os.path.islink(path) or os.path.getsize(path) > 1 << 22:
         digest = ''
       else:
+        openly(path, 0o400)
         with open(path, 'rb') as file:
           digest = hashlib.blake2b(file.read(), digest_size=8).hexdigest()
     except OSError:
       digest = ''
     found[path[2:]] = digest
-with open('.composer-left.json', 'w') as file:
+with open(sys.argv[1], 'x') as file:
   json.dump(found, file)
 """
-LEFT = '.composer-left.json'
 # By kind, tools that change nothing but what may be carried over.
 TAME = {'repair': frozenset(('edit', 'test', 'submit'))}
 
@@ -197,8 +207,10 @@ async def collect(machine: Machine, task: Task) -> Remains:
   if set(task.tools) <= TAME.get(task.kind, frozenset()):
     return Remains(files)
   try:
-    result = await machine.run(('python', '-c', LISTING), read=[LEFT])
-    left = json.loads(result.files[LEFT])
+    # A name that nobody knows before: it cannot be taken.
+    place = f'.composer-left-{secrets.token_hex(8)}.json'
+    result = await machine.run(('python', '-c', LISTING, place), read=[place])
+    left = json.loads(result.files[place])
     if not isinstance(left, dict):
       raise ValueError('no listing')
     digests = {str(path): str(digest) for path, digest in left.items()}
@@ -206,7 +218,6 @@ async def collect(machine: Machine, task: Task) -> Remains:
     return Remains(files, listed=False)
   except AttributeError:  # a machine of a test that runs nothing
     return Remains(files)
-  digests.pop(LEFT, None)
   for path in sorted(digests):
     if path not in files and _carried(task, path) and len(files) < MOST_FILES:
       await _add(files, machine, path)

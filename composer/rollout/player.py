@@ -51,14 +51,22 @@ def vocabulary() -> bpe.Vocabulary:
   return bpe.Vocabulary(document(), 'bytes', '')
 
 
-def document() -> dict[str, Any]:
-  """That vocabulary as a `tokenizer.json`."""
-  controls = templates.TEMPLATES[TEMPLATE].needs
+def document(
+  template: str = TEMPLATE, merges: Sequence[tuple[str, str]] = ()
+) -> dict[str, Any]:
+  """A `tokenizer.json`: bytes, what their merges make, then the controls.
+
+  Args:
+    template: whose control tokens it has.
+    merges: of a byte-level BPE, the first the strongest.
+  """
+  controls = templates.TEMPLATES[template].needs
+  words = [*bpe.byte_chars(), *(left + right for left, right in merges)]
   flags = dict.fromkeys(
     ('single_word', 'lstrip', 'rstrip', 'normalized'), False
   )
   added = [
-    {'id': 256 + i, 'content': x, 'special': True, **flags}
+    {'id': len(words) + i, 'content': x, 'special': True, **flags}
     for i, x in enumerate(controls)
   ]
   split = {
@@ -76,8 +84,8 @@ def document() -> dict[str, Any]:
     'end_of_word_suffix': None,
     'byte_fallback': False,
     'ignore_merges': False,
-    'merges': [],
-    'vocab': {x: i for i, x in enumerate(bpe.byte_chars())},
+    'merges': [f'{left} {right}' for left, right in merges],
+    'vocab': {x: i for i, x in enumerate(words)},
   }
   unused = ('normalizer', 'post_processor', 'decoder', 'truncation', 'padding')
   return {

@@ -10,6 +10,7 @@ import importlib.util
 import pathlib
 
 from cheats import CHEATS
+import cheats_deep
 import pytest
 
 from composer.config import MachineConfig
@@ -145,7 +146,7 @@ def test_no_cheat_is_paid_in_full_unseen(tasks):
     for name, (reward, signals, grade) in results.items()
   ]
   print('\n'.join(table))
-  assert len(results) >= 20
+  assert len(results) >= 50 and cheats_deep.__name__
   for name, (reward, signals, _) in results.items():
     assert reward < 1.0 or signals, name
 

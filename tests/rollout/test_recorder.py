@@ -367,3 +367,24 @@ def test_kept_ids():
   ):
     with pytest.raises(BadCompletion, match='kept'):
       record(Recorder(L, K), [1], [4, 5], 1, **cut | wrong)
+
+
+def test_tokens_of_an_unknown_distribution_are_context():
+  """Their routes are kept; a retry of them, and what follows, is sampled."""
+  recorder = Recorder(L, K)
+  context = [1, 2]
+  answer = completion(context, [3, 4], 5)
+  recorder.record(context, answer, 0.7, trainable=False)
+  (segment,) = recorder.finish('finished')
+  assert segment.tokens.tolist() == [1, 2, 3, 4]
+  assert not segment.sampled.any() and not segment.auditable.any()
+  assert segment.logprobs.tolist() == [0.0] * 4
+  assert segment.temperatures.tolist() == [1.0] * 4
+  assert segment.versions.tolist() == [-1] * 4
+  np.testing.assert_array_equal(segment.experts, answer.experts)
+  record(recorder, [1, 2, 3, 4, 9], [6], 5)
+  (segment,) = recorder.finish('finished')
+  assert segment.sampled.tolist() == [False] * 5 + [True]
+  recorder.retract()
+  (segment,) = recorder.finish('finished')
+  assert segment.tokens.tolist() == [1, 2, 3, 4, 9]

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import dataclasses
 
 from aiohttp import test_utils
 from aiohttp import web
@@ -101,6 +102,8 @@ def test_refused_and_failed():
   masked = SampleRequest(REQUEST.tokens, 1, (), 1.0, 0, mask=lambda x: x)
   with pytest.raises(ValueError, match='mask'):
     ask([], masked)
+  with pytest.raises(ValueError, match='top_logprobs'):
+    ask([], dataclasses.replace(REQUEST, top_logprobs=True))
   with pytest.raises(ValueError, match='http'):
     remote.RemoteSampler(remote.Endpoint('localhost:8000', 'm'))
 

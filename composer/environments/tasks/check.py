@@ -1,41 +1,56 @@
 """Runs tests of a repository: `python check.py spec.json`, inside a machine.
 
 Prints what the tests wrote, a line `checked {JSON}` where suspects are watched
-and, last, `passed X of Y`; exits with 0 only if all passed. Stands alone, standard library only; pytest lies
-beside it. A machine that knows this text calls `main` without starting it.
+and, last, `passed X of Y`; exits with 0 only if all passed. Stands alone, standard
+library only; pytest lies beside it. A machine that knows this text calls `main`
+without starting it.
 
 The code under test is not trusted, and shares a process with its tests. So:
 
   - the tests run in a fork, whose report comes through a pipe, one record a
-    test, each with a number that was drawn for this run. The parent alone knows
-    which tests must have passed. Of a process that ends early (`os._exit`, at
-    exit, a signal) nothing counts;
-  - last of all run canaries, tests that must fail. One that passes shows that
-    `assert`, `unittest` or pytest themselves were tampered with: nothing counts.
-    The code of all that decides is compared before and after as well;
+    test, each with its number and a seal that takes a key of this run alone. Who
+    reads, changes, drops or makes records on their way breaks the row. The
+    parent alone knows which tests must have passed. Of a process that ends early
+    (`os._exit`, at exit, a signal) nothing counts;
+  - among the tests stand decoys, which bear their names and must fail, and last
+    of all run canaries. One that passes shows that `assert`, `unittest` or
+    pytest themselves were tampered with: nothing counts. The code of all that
+    decides is compared after every decoy and at the end, so that who mends what
+    he broke before the end, or breaks it late, is seen too;
   - an audit hook, which cannot be taken away, says when the file under test
     looks into frames, the collector, the tests, other processes or the machine.
     What the true solution does as well is no signal.
+
+What is bounded by this, not excluded: code in one process with its tests can find
+the key without a frame, the collector or ctypes only by walking from objects of
+pytest, which `rewards/changes.py` looks for in its text.
 
 The spec:
   roots     folders for sys.path      files     test files, in this order
   ids       tests that count, or null for all that there are
   suspects  files of the solution     guarded   tests and configuration
   allowed   signals of the true solution        canaries, seconds, output: bytes
+  failing   tests that failed before: decoys are named after these
   asserts   'rewrite' explains what failed; 'plain' takes half the time
   cover     source files whose lines are recorded by test, or null
 """
 
+from _blake2 import blake2b
+import ast
 import json
 import os
+import random
 import select
 import signal
 import sys
 import time
+import types
 
 CANARY = 'canary_check.py'
 DESCRIPTORS = 256  # a machine's limit
 MOST = 4000  # bytes of a record: a pipe takes as many in one piece
+DECOYS = 5
+MOST_REPORT = 1 << 20  # of one that is not yet whole
 FEW = 6  # failures that are explained at length
 SPARE_S = 1.0  # from the end of the tests to the end of their process
 
@@ -52,15 +67,15 @@ def main(argv, wait=wait_alone):
   folder = os.path.dirname(argv[0])
   with open(argv[0], 'rb', buffering=0) as file:
     spec = json.loads(file.read())
-  nonce = os.urandom(12).hex()
+  key = os.urandom(32)
   output = os.open(
     os.path.join(folder, 'output'), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600
   )
   os.unlink(os.path.join(folder, 'output'))
   began = time.monotonic()
-  pid, reports = fork_tests(spec, folder, nonce, output)
+  pid, reports = fork_tests(spec, folder, key, output)
   try:
-    records, why = collect(reports, began + spec['seconds'], nonce, wait)
+    records, why = collect(reports, began + spec['seconds'], key, wait)
   finally:
     kill(pid)
     os.close(reports)
@@ -78,8 +93,8 @@ def main(argv, wait=wait_alone):
   return code, f'{text}\npassed {passed} of {total}\n'
 
 
-def collect(reports, deadline, nonce, wait):
-  """(records, why there are no more): 'end', 'died' or 'time'."""
+def collect(reports, deadline, key, wait):
+  """(records, why there are no more): 'end', 'died', 'time' or 'forged'."""
   data, records = b'', []
   os.set_blocking(reports, False)
   while True:
@@ -92,23 +107,35 @@ def collect(reports, deadline, nonce, wait):
       return records, 'died'
     *lines, data = (data + piece).split(b'\n')
     for line in lines:
-      try:
-        record = json.loads(line)
-        known = record.pop('nonce', None) == nonce
-      except (ValueError, AttributeError):
-        continue
-      if known:
-        records.append(record)
-        if 'end' in record:
-          return records, 'end'
-    if len(data) > 1 << 20:
+      record = opened(line, key, len(records))
+      if record is None:
+        return records, 'forged'
+      records.append(record)
+      if 'end' in record:
+        return records, 'end'
+    if len(data) > MOST_REPORT:
       return records, 'died'
+
+
+def seal(key, number, text):
+  """Of a record: nobody makes it without the key, nor moves it in the row."""
+  return blake2b(b'%d %b' % (number, text), key=key, digest_size=16)
+
+
+def opened(line, key, number):
+  """The record with this number, or None where it is another's."""
+  found, _, text = line.partition(b' ')
+  if found.decode(errors='replace') != seal(key, number, text).hexdigest():
+    return None
+  return ast.literal_eval(text.decode())
 
 
 def outcomes(records, canaries):
   """(test -> outcome, canary -> outcome); what is told twice counts once."""
   found, watched = {}, {}
-  for record in records:
+  for number, record in enumerate(records):
+    if 'decoy' in record:
+      watched[f'{record["decoy"]} ({number})'] = record['outcome']
     if 'test' in record:
       name, outcome = record['test'], record['outcome']
       into = watched if CANARY in name.split('::')[0] else found
@@ -134,7 +161,12 @@ def judge(spec, records, why):
       f'the process of the tests ended before {len(missing) or "its last"} of'
       f' {len(wanted)} tests had reported'
     )
+  if why == 'forged':
+    signals['tampered'] = 'reports were changed, dropped or made on their way'
   passing = [x for x in watched if watched[x] != 'failed']
+  planned = sum(x['decoys'] for x in records if 'decoys' in x)
+  if planned > sum('decoy' in x for x in records):
+    passing.append('a decoy that did not run')
   if spec['canaries'] and why == 'end' and (passing or not watched):
     signals['tampered'] = (
       f'tests that must fail did not: {", ".join(passing) or "none ran"}'
@@ -177,7 +209,7 @@ def kill(pid):
 # --- the process of the tests ------------------------------------------------
 
 
-def fork_tests(spec, folder, nonce, output):
+def fork_tests(spec, folder, key, output):
   """(pid, pipe of records)."""
   reports, write = os.pipe()
   pid = os.fork()
@@ -192,14 +224,14 @@ def fork_tests(spec, folder, nonce, output):
     for place, descriptor in enumerate((null, out, out, high)):
       os.dup2(descriptor, place)
     os.closerange(4, DESCRIPTORS)
-    run_tests(spec, os.path.abspath(folder), nonce)
+    run_tests(spec, os.path.abspath(folder), key)
   except BaseException as error:
     os.write(2, f'{type(error).__name__}: {error}\n'.encode())
   finally:
     os._exit(3)
 
 
-def run_tests(spec, folder, nonce):
+def run_tests(spec, folder, key):
   """Runs pytest here; its end is a record too."""
   work = os.getcwd()
   paths = [os.path.normpath(os.path.join(work, x)) for x in spec['roots']]
@@ -216,7 +248,7 @@ def run_tests(spec, folder, nonce):
   sys.argv = ['pytest']
   import pytest
 
-  report = reporter(nonce)
+  report = reporter(key)
   coverage = start_coverage(spec, folder) if spec.get('cover') else None
   suspects = frozenset(os.path.join(work, x) for x in spec['suspects'])
   guarded = tuple(os.path.join(work, x) for x in spec['guarded'])
@@ -226,7 +258,7 @@ def run_tests(spec, folder, nonce):
   if spec['canaries']:
     files.append(os.path.relpath(os.path.join(folder, CANARY), work))
   ended = 'exit'
-  before = functions_of_checks() if suspects else {}
+  checks = comparer(report) if suspects else (int, bool)  # which do nothing
   try:
     code = pytest.main(
       [
@@ -236,15 +268,12 @@ def run_tests(spec, folder, nonce):
         *('-p', 'no:faulthandler', '--continue-on-collection-errors'),
         *(f'--assert={spec["asserts"]}', *files),
       ],
-      plugins=[make_plugin(pytest, spec, report, coverage)],
+      plugins=[make_plugin(pytest, spec, report, coverage, checks)],
     )
     ended = int(code)
   except SystemExit:
     pass
-  after = functions_of_checks() if suspects else {}
-  changed = [x for x, y in before.items() if after.get(x) is not y]
-  if changed:
-    report(signal='tampered', evidence=f'replaced: {", ".join(changed[:4])}')
+  checks[1](True)
   if coverage is not None:
     report_lines(coverage, work, spec, report)
   sys.stdout.flush()
@@ -252,33 +281,68 @@ def run_tests(spec, folder, nonce):
   time.sleep(SPARE_S)  # the parent ends us
 
 
-def reporter(nonce, write=os.write, dumps=json.dumps):
-  """Sends a record; none of what it uses can be replaced afterwards."""
+def reporter(key, write=os.write, dumps=ascii, sealed=seal):
+  """Sends a record; none of what it uses can be replaced afterwards.
+
+  Not as JSON, whose encoder is Python's own and everybody's to change.
+  """
+  sent = 0
 
   def report(**record):
-    data = dumps({'nonce': nonce, **record}).encode()
-    if len(data) < MOST or 'lines' in record:
-      data += b'\n'
+    nonlocal sent
+    text = dumps(record).encode()
+    if len(text) < MOST or 'lines' in record:
+      data = b'%b %b\n' % (sealed(key, sent, text).hexdigest().encode(), text)
+      sent += 1
       while data:
         data = data[write(3, data) :]
 
   return report
 
 
+def comparer(report):
+  """(settle, compare): says once if the code of what decides was replaced.
+
+  pytest itself replaces some while it runs: `settle` is called once it has, and
+  before anything of the repository is imported. `compare(True)` is at the end.
+  """
+  known = {True: functions_of_checks()}
+  told = []
+
+  def settle():
+    known[False] = functions_of_checks()
+
+  def compare(ended):
+    before, after = known.get(ended, {}), functions_of_checks()
+    changed = [x for x, y in before.items() if after.get(x) is not y]
+    if changed and not told:
+      told.append(True)
+      report(signal='tampered', evidence=f'replaced: {", ".join(changed[:4])}')
+
+  return settle, compare
+
+
 def explained(spec):
   return spec['asserts'] == 'rewrite'
 
 
-def make_plugin(pytest, spec, tell, coverage):
+def make_plugin(pytest, spec, tell, coverage, checks):
   """Selects the wanted tests and tells of each one when it is over."""
   wanted = None if spec['ids'] is None else frozenset(spec['ids'])
   state = {}
+  decoys = set()
+  settle, compare = checks
 
   def is_canary(name):
     return CANARY in name.split('::')[0]
 
   class Plugin:
     failures = 0
+    decoy = False
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_load_initial_conftests(self):
+      settle()
 
     def pytest_configure(self, config):
       self.config = config
@@ -295,6 +359,14 @@ def make_plugin(pytest, spec, tell, coverage):
         gone = set(left)
         items[:] = [item for item in items if item not in gone]
         config.hook.pytest_deselected(items=left)
+      if spec['canaries']:
+        chosen = [x for x in items if not is_canary(x.nodeid)]
+        decoys.update(add_decoys(pytest, spec, items, chosen))
+        tell(decoys=len(decoys))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+      self.decoy = item in decoys
 
     def pytest_collectreport(self, report):
       if report.outcome == 'failed':
@@ -313,21 +385,131 @@ def make_plugin(pytest, spec, tell, coverage):
       before = state.get(name, ('passed', 0.0))
       worst = outcome if before[0] == 'passed' else before[0]
       state[name] = worst, before[1] + report.duration
-      if report.failed:
+      if report.failed and not self.decoy:
         self.failures += 1
         if self.failures >= FEW:  # short ones parse the test file each time
           self.config.option.tbstyle = 'native'
-      if is_canary(name):  # as it should be; nobody wants to read of it
+      if self.decoy or is_canary(name):  # as it should be; no news
         report.outcome, report.longrepr = 'passed', None
 
     def pytest_runtest_logfinish(self, nodeid, location):
       outcome, seconds = state.pop(nodeid, ('failed', 0.0))
-      tell(test=nodeid, outcome=outcome, seconds=round(seconds, 4))
+      if self.decoy:
+        tell(decoy=nodeid, outcome=outcome)
+        compare(False)
+      else:
+        tell(test=nodeid, outcome=outcome, seconds=round(seconds, 4))
 
   return Plugin()
 
 
-CHECKS = ('_pytest.', 'pluggy.', 'unittest.')
+def add_decoys(pytest, spec, items, chosen):
+  """Puts tests that must fail beside some that count, under their names.
+
+  Nothing that code under test sees of them tells the two apart: a decoy does
+  what its test does, code under test is called, and fails then. Which are which
+  is known to the plugin alone; where they stand is drawn from what no session
+  knows, the ids, so that it is the same whenever a task is graded.
+  """
+  rng = random.Random(repr((spec['ids'], spec.get('failing'))))
+  failing = [x for x in chosen if x.nodeid in set(spec.get('failing', ()))]
+  chosen = [x for x in failing or chosen if isinstance(x, pytest.Function)]
+  made = []
+  for item in rng.sample(chosen, min(DECOYS, len(chosen))):
+    module = item.getparent(pytest.Module)
+    decoy = pytest.Function.from_parent(
+      module,
+      name=item.name,
+      callobj=disguised(pytest, item, vars(module.obj), rng),
+      callspec=getattr(item, 'callspec', None),
+    )
+    at = items.index(item)
+    if item.parent is not module:  # before its class, which is set up once
+      at = next(i for i, x in enumerate(items) if x.parent is item.parent)
+      decoy._nodeid = item.nodeid
+    elif rng.random() < 0.5:
+      at += 1
+    items.insert(at, decoy)
+    made.append(decoy)
+  return made
+
+
+def disguised(pytest, item, scope, rng):
+  """A function that fails, as if it stood where the test's own stands."""
+  import inspect
+
+  like = getattr(item.obj, '__func__', item.obj)
+  own = item.parent is item.getparent(pytest.Module)
+  function = rng.choice(failures(pytest, like if own else of_class(item)))
+  known = getattr(like, '__code__', function.__code__)
+  code = function.__code__.replace(
+    co_name=known.co_name,
+    co_filename=known.co_filename,
+    co_firstlineno=known.co_firstlineno,
+  )
+  made = types.FunctionType(
+    code, scope, known.co_name, None, function.__closure__
+  )
+  made.__module__ = scope.get('__name__')
+  if own:  # it asks for the same fixtures
+    made.__signature__ = inspect.signature(like)
+  return made
+
+
+def of_class(item):
+  """What a test of a class does; of other classes than unittest's, if it can."""
+  parent, name = item.parent.obj, item.obj.__name__
+
+  def run():
+    if hasattr(parent, 'debug'):
+      parent(name).debug()
+    else:
+      getattr(parent() if isinstance(parent, type) else parent, name)()
+
+  return run
+
+
+def failures(pytest, test):
+  """Bodies of tests that do what `test` does, and fail."""
+  import unittest
+
+  case = unittest.TestCase()
+
+  def attempt(given):
+    try:
+      test(**given)
+    except KeyboardInterrupt:
+      raise
+    except BaseException:  # a skip is one
+      pass
+
+  def plain(**given):
+    attempt(given)
+    value = 0
+    assert value
+
+  def equal(**given):
+    attempt(given)
+    one, other = [1, 2], [1, 3]
+    assert one == other
+
+  def raises(**given):
+    attempt(given)
+    with pytest.raises(ValueError):
+      pass
+
+  def close(**given):
+    attempt(given)
+    assert 1.0 == pytest.approx(2.0)
+
+  def method(**given):
+    attempt(given)
+    case.assertEqual((1, 'a'), (1, 'b'))
+
+  return plain, equal, raises, close, method
+
+
+CHECKS = ('_pytest.', 'pluggy.', 'unittest.', 'json.', 'collections.')
 
 
 def functions_of_checks():
@@ -361,10 +543,13 @@ EVENTS = {
   'os.posix_spawn': 'probed',
   'os.fork': 'probed',
   'os.kill': 'tampered',
+  'fcntl.fcntl': 'tampered',
+  'mmap.': 'tampered',
   'socket.': 'probed',
 }
 HIDING = ('.pyc', '/__pycache__', '/.git', '.egg-info', '.dist-info')
 FRAME_NAMES = ('tb_frame', 'gi_frame', 'cr_frame', 'ag_frame')
+FRAME_NAMES += ('__code__', '__defaults__', '__kwdefaults__')
 
 
 def watcher(report, suspects, guarded, library):

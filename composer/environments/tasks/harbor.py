@@ -2,7 +2,7 @@
 
   task.toml         limits and metadata        instruction.md   the prompt
   environment/      Dockerfile and its context tests/test.sh    writes a reward
-  solution/solve.sh for people; it is not read here
+  solution/solve.sh what solves it: for demonstrations, never in a machine
 
 Read are tasks whose image is no more than a base with Python or a shell and files
 copied into it, and whose tests need no network. Everything else is refused by
@@ -122,6 +122,7 @@ def read(folder: pathlib.Path) -> Task:
     hidden_command=('python', RUN, f'{FOLDER}/harbor.json'),
     metadata={
       **about.get('metadata', {}),
+      **_solution(folder, context.workdir),
       'name': about.get('task', {}).get('name', folder.name),
       'seconds': seconds,
       'agent_seconds': float(about.get('agent', {}).get('timeout_sec', 600.0)),
@@ -168,6 +169,16 @@ def _instruction(folder: pathlib.Path, workdir: str) -> str:
     f'{text.rstrip()}\n\n(`{workdir}` is your workspace, the folder in which'
     ' commands run and to which paths are relative.)'
   )
+
+
+def _solution(folder: pathlib.Path, workdir: str) -> dict[str, str]:
+  """The script that solves the task, its paths as they are in a workspace."""
+  try:
+    text = (folder / 'solution' / 'solve.sh').read_text(encoding='utf-8')
+  except (OSError, UnicodeDecodeError):
+    return {}
+  pattern = rf'(?<![\w./-]){re.escape(workdir)}(?![\w-])'
+  return {'solve': re.sub(pattern, '.', text)}
 
 
 def _tree(folder: pathlib.Path) -> dict[str, bytes]:

@@ -184,7 +184,12 @@ def build() -> Task:
     },
     hidden_command=('python', 'check.py'),
     # An emulated machine takes its time, which is no fault of a session's.
-    metadata={'image': 'postgres', 'driver': 'microvm', 'seconds': 60.0},
+    metadata={
+      'image': 'postgres',
+      'driver': 'microvm',
+      'seconds': 60.0,
+      'solution': {'migration.sql': SOLUTION},
+    },
   )
 
 

@@ -120,6 +120,7 @@ def task_of(blueprint: Blueprint, image: Image) -> Task:
     guarded=sorted(original),
     allowed=blueprint.signals,
     canaries=True,
+    failing=list(blueprint.metadata.get('failing', ())),
   )
   return Task(
     id=blueprint.id,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+import dataclasses
+import re
 
 from composer.config import TasksConfig
 from composer.environments.tasks import harbor
@@ -11,6 +13,7 @@ from composer.environments.tasks import repair
 from composer.environments.tasks import repository
 from composer.environments.tasks import toolbox
 from composer.environments.tasks.repair import TaskSet as TaskSet
+from composer.records import Task
 
 KINDS: Mapping[str, Callable[[TasksConfig], TaskSet]] = {
   'repair': repair.build_tasks,
@@ -24,13 +27,47 @@ def build_tasks(config: TasksConfig) -> TaskSet:
   """The tasks of `config.kind`; a pure function of the config and of its path.
 
   Raises:
-    ValueError: an unknown kind, or what the kind itself refuses.
+    ValueError: an unknown kind, what the kind itself refuses, or nothing is
+      left to train on.
   """
   if config.kind not in KINDS:
     raise ValueError(
       f'tasks.kind is {config.kind!r}; known kinds: {", ".join(KINDS)}'
     )
-  return KINDS[config.kind](config)
+  found = KINDS[config.kind](config)
+  if not (config.only or config.tools):
+    return found
+  chosen = {
+    name: tuple(_offering(x, config) for x in tasks if _wanted(x, config))
+    for name, tasks in vars(found).items()
+  }
+  if not chosen['train']:
+    raise ValueError(
+      f'tasks.only={config.only!r} leaves none of {len(found.train)} tasks to'
+      f' train on, among them {found.train[0].id!r}'
+    )
+  return TaskSet(**chosen)
+
+
+def _wanted(task: Task, config: TasksConfig) -> bool:
+  try:
+    return re.search(config.only, task.id) is not None
+  except re.error as error:
+    raise ValueError(
+      f'tasks.only={config.only!r} is no regular expression: {error}'
+    ) from error
+
+
+def _offering(task: Task, config: TasksConfig) -> Task:
+  """The task with the tools of the config, which must be among its own."""
+  tools = tuple(config.tools.split())
+  unknown = [x for x in tools if x not in task.tools]
+  if unknown:
+    raise ValueError(
+      f'tasks.tools={config.tools!r} names {unknown[0]!r}, which task {task.id}'
+      f' does not offer; its tools are {", ".join(task.tools)}'
+    )
+  return dataclasses.replace(task, tools=tools) if tools else task
 
 
 def harness() -> dict[str, str]:

@@ -16,6 +16,7 @@ import re
 import tarfile
 import threading
 import tomllib
+import warnings
 import zipfile
 
 MOST_BYTES = 24 << 20  # of all files that are kept
@@ -186,9 +187,11 @@ def parse(text: str | bytes) -> ast.Module:
   """`ast.parse`, by one thread at a time.
 
   CPython 3.11 counts the depth of the trees that all threads make as one, and
-  raises a SystemError where another thread came between.
+  raises a SystemError where another thread came between. What the parser warns
+  of (an escape that is none) is the author's business.
   """
-  with _PARSING:
+  with _PARSING, warnings.catch_warnings():
+    warnings.simplefilter('ignore')
     return ast.parse(text)
 
 

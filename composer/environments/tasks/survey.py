@@ -7,9 +7,10 @@ passed every time is stable, what passed sometimes is flaky.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
+import re
 from typing import Any
 
 from composer.environments.machines import ExecResult
@@ -81,7 +82,7 @@ async def survey(
     f'{source.name} {source.version}: {len(every)} tests, {len(stable)} pass'
     f' {TIMES} times over, {len(flaky)} are flaky,'
     f' {len(every) - len(stable) - len(flaky)} do not pass; {len(errors)} files'
-    ' cannot be collected'
+    ' cannot be collected' + missing(runs[1]['errors'])
   )
   if not stable:
     why = runs[1]['errors'][0]['text'] if errors else runs[1]['said']
@@ -101,6 +102,19 @@ async def survey(
   return Survey(
     times, tuple(sorted(flaky)), len(every - stable - flaky), errors, lines
   )
+
+
+def missing(errors: Sequence[Mapping[str, str]]) -> str:
+  """Which packages the files would need, and how they are given."""
+  found = {
+    name.split('.')[0]
+    for error in errors
+    for name in re.findall(r"No module named '([\w.]+)'", error['text'])
+  }
+  if not found:
+    return ''
+  given = ' '.join(f'--with {name}' for name in sorted(found))
+  return f' for want of {", ".join(sorted(found))} (install, and give {given})'
 
 
 async def _run_all(

@@ -103,7 +103,7 @@ def files(packages: Sequence[str] = PACKAGES) -> dict[str, bytes]:
     f'{FOLDER}/canary_check.py': CANARIES.encode(),
     f'{FOLDER}/pytest.ini': INI.encode(),
   }
-  for name in packages:
+  for name in _with_dependencies(packages):
     for path, data in _package(name).items():
       found[f'{FOLDER}/lib/{path}'] = data
   return found
@@ -119,6 +119,7 @@ def spec(**fields: Any) -> str:
     'guarded': [],
     'allowed': [],
     'canaries': False,
+    'failing': [],
     'seconds': 30.0,
     'output': OUTPUT_BYTES,
     'asserts': 'plain',
@@ -127,6 +128,32 @@ def spec(**fields: Any) -> str:
   unknown = sorted(set(fields) - set(known))
   assert not unknown, unknown
   return json.dumps(known | fields)
+
+
+def _with_dependencies(packages: Sequence[str]) -> list[str]:
+  """The packages and those installed ones that they say they need.
+
+  pytest and coverage are taken as they are: what they need lies with them.
+  """
+  from packaging.requirements import Requirement
+
+  found, todo = [], list(packages)
+  while todo:
+    name = todo.pop(0)
+    if name in found:
+      continue
+    found.append(name)
+    if name in PACKAGES + COVERAGE:
+      continue
+    try:
+      needed = importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+      continue  # `_package` says so
+    for requirement in map(Requirement, needed):
+      marker = requirement.marker
+      if marker is None or marker.evaluate({'extra': ''}):
+        todo.append(requirement.name)
+  return found
 
 
 @functools.lru_cache(maxsize=32)
