@@ -1,17 +1,23 @@
 """How fast the engine serves.
 
-    composer bench engine [--checkpoint DIR] [--load FILE] [--json FILE]
+    composer bench engine [--shape NAME] [--checkpoint DIR] [--load FILE]
+                          [--mode MODE] [--json FILE]
 
-Three measurements, of random weights of the quick start's shape on a CPU and of
-SmolLM2-135M's elsewhere, or of a checkpoint:
+Three measurements, of random weights of a shape (`engine_shapes`: the quick
+start's on a CPU, SmolLM2-135M's elsewhere, unless named) or of a checkpoint:
 
-  batches   B prompts of 8 tokens, each continued by 128, all at once: tokens/s,
-            the share of the roofline (the time that the bytes and the arithmetic
-            of a decode step take at this device's measured ceilings), and the
-            same through `transformers` where it can be imported
+  batches   B requests all at once, and the same again for one token of each: the
+            difference is decoding. Tokens/s of all, the share of the roofline (the
+            time that the bytes and the arithmetic of a decode step take at this
+            device's measured ceilings) that decoding reached, the share of the
+            rate of a large product that prompts reached, and the tokens/s of
+            `transformers` where it can be imported
   recording the same decode steps with and without logprobs and routes
   sessions  the trace of `engine_load`: multi-turn sessions in groups that share
-            their prompts, with tools that take their time
+            their prompts, with tools that take their time; not of a shape of which
+            only some layers are taken
+
+Every line is printed, and the file written, as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -29,20 +35,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer import config as config_lib
-from composer import params as params_lib
 from composer import records
 from composer.bench import engine_load
 from composer.bench import engine_roofline
+from composer.bench import engine_shapes
 from composer.inference import batches
 from composer.inference import engine as engine_lib
 from composer.inference import programs
-from composer.model import presets
 from composer.model import transformer
 from pallas_kernels import dispatch
 
-PROMPT, NEW = 8, 128  # tokens of a request in `batches`
-BATCHES = {'cpu': (1, 16, 64), 'gpu': (1, 16, 64, 256), 'tpu': (1, 16, 64, 256)}
+Shape = engine_shapes.Shape
 REPEATS = 3
+MODES = ('fast', 'aligned', 'bitwise')
+HEADER = (
+  'batch     tokens/s  decode/s  of roofline  prompt/s  of products'
+  '  transformers  compiled'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,32 +59,44 @@ class Batch:
   """B requests at once."""
 
   batch: int
-  tokens_per_s: float
+  tokens_per_s: float  # sampled, of all the time
+  decode_per_s: float  # sampled, of the time after the first of each
   roofline: float  # share of it that decoding reached
+  prompt_per_s: float  # tokens of prompts, of the time until then
+  products: float  # share of the rate of a large product that they reached
   transformers: float | None  # tokens/s
+  compilations: int  # before
+  compile_s: float
 
 
 def setup(
-  checkpoint: pathlib.Path | None,
-) -> tuple[config_lib.ModelConfig, config_lib.NumericsConfig, Any, str]:
-  """(model, numerics, float32 parameters, what it is)."""
-  on_cpu = dispatch.platform() == 'cpu'
-  if on_cpu:
+  name: str, checkpoint: pathlib.Path | None, mode: str = ''
+) -> tuple[Shape, config_lib.NumericsConfig, Any]:
+  """(shape, numerics, parameters as steps read them)."""
+  shape = engine_shapes.shape(name)
+  if mode and mode not in MODES:
+    raise ValueError(
+      f'--mode={mode} is not known; choose one of {", ".join(MODES)}'
+    )
+  if dispatch.platform() == 'cpu':
     numerics = config_lib.NumericsConfig(row_block=16)
   else:
     numerics = config_lib.NumericsConfig(
       mode='fast', compute='bfloat16', row_block=16, kv_block=64, moe='sorted'
     )
-  if checkpoint is not None:
+  numerics = dataclasses.replace(numerics, mode=mode or numerics.mode)
+  if checkpoint is None:
+    what = f'random weights of {shape.what}'
+    params = engine_shapes.draw(shape.model, numerics)
+  else:
     from composer.model import checkpoints
 
-    model = checkpoints.read_config(checkpoint)
-    params = checkpoints.load(checkpoint, model)
-    return model, numerics, engine_lib.widen(params), str(checkpoint)
-  model = config_lib.ModelConfig() if on_cpu else presets.SMOLLM2_135M
-  name = "the quick start's shape" if on_cpu else "SmolLM2-135M's shape"
-  params = params_lib.init(transformer.spec(model), jax.random.key(0))
-  return model, numerics, params, f'random weights of {name}'
+    what = str(checkpoint)
+    model, params = checkpoints.load(checkpoint, dtype=jnp.bfloat16)
+    shape = dataclasses.replace(shape, model=model)
+    params = engine_lib.widen(params)
+  shape = dataclasses.replace(shape, what=what)
+  return shape, numerics, engine_lib.prepare(numerics, params)
 
 
 def engine_config(batch: int, context: int, block: int, rows: int):
@@ -89,59 +110,90 @@ def engine_config(batch: int, context: int, block: int, rows: int):
   )
 
 
+def _rows(shape: Shape, numerics, batch: int) -> int:
+  """Of a step that takes all prompts, or as much of them as the shape has."""
+  if not programs.tiled(numerics):
+    return max(128, min(shape.rows, shape.prompt * batch))
+  tiles = batch * -(-shape.prompt // programs.TILE)
+  return max(128, batch + min(shape.rows, tiles * programs.TILE))
+
+
 # --- batches ------------------------------------------------------------------
 
 
-def measure_batch(model, numerics, params, batch: int) -> float:
-  """Tokens/s of `batch` requests at once, the whole engine, median."""
-  rows = max(128, PROMPT * batch)
-  config = engine_config(batch, PROMPT + NEW, numerics.kv_block, rows)
-  engine = engine_lib.Engine(model, numerics, config)
+def measure_batch(
+  shape: Shape, numerics, params, batch: int, ceilings
+) -> Batch:
+  """`batch` requests at once through the whole engine; medians."""
+  rows = _rows(shape, numerics, batch)
+  context = shape.prompt + shape.new
+  config = engine_config(batch, context, numerics.kv_block, rows)
+  engine = engine_lib.Engine(shape.model, numerics, config)
   rng = np.random.default_rng(0)
-  requests = [
-    records.SampleRequest(
-      rng.integers(0, model.vocab_size, PROMPT).astype(np.int32),
-      NEW,
-      (),
-      1.0,
-      seed,
-    )
-    for seed in range(batch)
-  ]
 
-  async def go() -> None:
-    answers = await asyncio.gather(*(engine.sample(r) for r in requests))
-    assert all(len(a.tokens) == NEW for a in answers)
+  def seconds(new: int) -> float:
+    """Of prompts that were never seen, so that no page is found."""
+    size = (batch, shape.prompt)
+    prompts = rng.integers(0, shape.model.vocab_size, size).astype(np.int32)
+
+    async def go() -> None:
+      answers = await asyncio.gather(
+        *(
+          engine.sample(records.SampleRequest(prompt, new, (), 1.0, seed))
+          for seed, prompt in enumerate(prompts)
+        )
+      )
+      assert all(len(a.tokens) == new for a in answers)
+
+    started = time.perf_counter()
+    asyncio.run(go())
+    return time.perf_counter() - started
 
   try:
     engine.activate(0, params)
-    asyncio.run(go())  # compiles
-    seconds = []
-    for _ in range(REPEATS):
-      started = time.perf_counter()
-      asyncio.run(go())
-      seconds.append(time.perf_counter() - started)
-    return batch * NEW / float(np.median(seconds))
+    started = time.perf_counter()
+    count = engine.warm_up()
+    compiled = time.perf_counter() - started
+    seconds(shape.new)
+    times = [(seconds(1), seconds(shape.new)) for _ in range(REPEATS)]
   finally:
     engine.close()
+  first, whole = np.median(times, axis=0)
+  decoding = max(whole - first, 1e-9)
+  ideal = engine_roofline.decode_seconds(
+    shape.model, numerics, batch, shape.prompt + shape.new / 2, ceilings
+  )
+  flops = batch * engine_roofline.prompt_flops(
+    shape.model, numerics, shape.prompt
+  )
+  return Batch(
+    batch=batch,
+    tokens_per_s=float(batch * shape.new / whole),
+    decode_per_s=float(batch * (shape.new - 1) / decoding),
+    roofline=float(ideal * (shape.new - 1) / decoding),
+    prompt_per_s=float(batch * shape.prompt / first),
+    products=float(flops / first / ceilings.flops_per_s),
+    transformers=measure_transformers(shape, batch),
+    compilations=count,
+    compile_s=compiled,
+  )
 
 
-def measure_recording(model, numerics, params, batch: int) -> float:
+def measure_recording(shape: Shape, numerics, params, batch: int) -> float:
   """Time of decode steps with logprobs and routes, over that without.
 
   What of it the host does runs beside the device.
   """
-  steps, block = 8, numerics.kv_block
-  config = engine_config(batch, PROMPT + NEW, block, 2 * batch)
+  model, steps, block = shape.model, 8, numerics.kv_block
+  config = engine_config(batch, shape.prompt + shape.new, block, 2 * batch)
   size = programs.at_least(programs.ahead_sizes(numerics, config), batch)
   columns = programs.column_sizes(numerics, config)[-1]
   rows, _, draws, _ = batches.Maker(model, numerics, config).blank(
     size, columns, True, False
   )
-  ends = np.full(size, PROMPT + steps, np.int32)
-  params = engine_lib.prepare(numerics, params)
+  ends = np.full(size, shape.prompt + steps, np.int32)
 
-  def run(cache, record):
+  def run(params, cache, record):
     last = jnp.zeros(config.sequences + 1, jnp.int32)
     sampled, cache, last = programs.ahead.__wrapped__(
       model, numerics, steps, params, cache, last, rows, ends, draws, None
@@ -151,20 +203,21 @@ def measure_recording(model, numerics, params, batch: int) -> float:
     return sampled, cache, last
 
   cache = transformer.init_cache(model, numerics, config.pages)
-  run = jax.jit(run, static_argnums=1, donate_argnums=0)
+  run = jax.jit(run, static_argnums=2, donate_argnums=1)
   times: dict[bool, list[float]] = {False: [], True: []}
   for turn in range(2 * REPEATS + 3):
     for record in times:
       started = time.perf_counter()
-      out, cache, _ = run(cache, record)
+      out, cache, _ = run(params, cache, record)
       jax.block_until_ready((out, cache))
       if turn:
         times[record].append(time.perf_counter() - started)
   return float(np.median(times[True]) / np.median(times[False]))
 
 
-def measure_transformers(model, batch: int) -> float | None:
+def measure_transformers(wanted: Shape, batch: int) -> float | None:
   """Tokens/s of `transformers` on the same shape and load; None: cannot."""
+  model = wanted.model
   if model.kv_lora or model.layers != model.dense_layers:
     return None  # a dense model of the Llama kind is compared
   if not all(map(importlib.util.find_spec, ('torch', 'transformers'))):
@@ -185,8 +238,10 @@ def measure_transformers(model, batch: int) -> float | None:
     max_position_embeddings=2048,
   )
   whole = transformers.LlamaForCausalLM(shape).to('cuda', torch.bfloat16).eval()
-  prompts = torch.randint(0, model.vocab_size, (batch, PROMPT), device='cuda')
-  new = NEW // 2  # the first run counts for nothing
+  prompts = torch.randint(
+    0, model.vocab_size, (batch, wanted.prompt), device='cuda'
+  )
+  new = wanted.new // 2
 
   def generate(count: int) -> None:
     whole.generate(
@@ -206,18 +261,6 @@ def measure_transformers(model, batch: int) -> float | None:
     return batch * new / (time.perf_counter() - started)
 
 
-def measure_batches(model, numerics, params, ceilings) -> list[Batch]:
-  found = []
-  for batch in BATCHES[dispatch.platform()]:
-    rate = measure_batch(model, numerics, params, batch)
-    ideal = engine_roofline.decode_seconds(
-      model, numerics, batch, PROMPT + NEW / 2, ceilings
-    )
-    other = measure_transformers(model, batch)
-    found.append(Batch(batch, rate, ideal * rate / batch, other))
-  return found
-
-
 # --- the command --------------------------------------------------------------
 
 
@@ -225,46 +268,67 @@ def run(
   json_path: pathlib.Path | None = None,
   checkpoint: str | None = None,
   load: str | None = None,
+  shape: str | None = None,
+  mode: str | None = None,
 ) -> int:
-  """`composer bench engine`."""
+  """`composer bench engine`.
+
+  Raises:
+    ValueError: no such shape, mode, checkpoint or trace.
+  """
+  on_cpu = dispatch.platform() == 'cpu'
   where = None if checkpoint is None else pathlib.Path(checkpoint)
   trace = engine_load.read(pathlib.Path(load)) if load else engine_load.DEFAULT
-  model, numerics, params, name = setup(where)
+  name = shape or ('quickstart' if on_cpu else 'smollm2')
+  values: dict[str, Any] = {}
+
+  def keep(**more: Any) -> None:
+    values.update(more)
+    if json_path is not None:
+      text = json.dumps(values, indent=2) + '\n'
+      pathlib.Path(json_path).write_text(text)
+
+  served, numerics, params = setup(name, where, mode or '')
   device = jax.devices()[0].device_kind
-  print(f'{name}; {numerics.mode}, {numerics.compute}, on {device}')
+  _say(f'{served.what}; {numerics.mode}, {numerics.compute}, on {device}')
   ceilings = engine_roofline.measure(numerics)
-  print(
+  _say(
     f'ceilings: {ceilings.bytes_per_s / 1e9:,.0f} GB/s,'
     f' {ceilings.flops_per_s / 1e12:,.2f} TFLOP/s'
   )
-  found = measure_batches(model, numerics, params, ceilings)
-  print(batch_table(found))
-  largest = found[-1].batch
-  recording = measure_recording(model, numerics, params, largest)
-  print(f'recording at batch {largest}: {recording - 1:+.1%} of a step')
-  rows = 128 if dispatch.platform() == 'cpu' else 512
-  served = engine_load.measure(model, numerics, params, trace, ceilings, rows)
-  print(engine_load.table(trace, served))
-  if json_path is not None:
-    values = {
-      'device': device,
-      'model': name,
-      'numerics': dataclasses.asdict(numerics),
-      'ceilings': dataclasses.asdict(ceilings),
-      'batches': [dataclasses.asdict(b) for b in found],
-      'recording': recording,
-      'sessions': dataclasses.asdict(served),
-    }
-    pathlib.Path(json_path).write_text(json.dumps(values, indent=2) + '\n')
+  keep(device=device, model=served.what, jax=jax.__version__)
+  keep(numerics=dataclasses.asdict(numerics))
+  keep(ceilings=dataclasses.asdict(ceilings))
+  _say(f'{served.prompt} tokens of a prompt, {served.new} sampled\n{HEADER}')
+  found: list[Batch] = []
+  for batch in served.batches:
+    found.append(measure_batch(served, numerics, params, batch, ceilings))
+    _say(batch_line(found[-1]))
+    keep(batches=[dataclasses.asdict(b) for b in found])
+  largest = served.batches[-1]
+  recording = measure_recording(served, numerics, params, largest)
+  _say(f'recording at batch {largest}: {recording - 1:+.1%} of a step')
+  keep(recording=recording)
+  if not served.whole:
+    return 0
+  rows = 128 if on_cpu else 512
+  sessions = engine_load.measure(
+    served.model, numerics, params, trace, ceilings, rows
+  )
+  _say(engine_load.table(trace, sessions))
+  keep(sessions=dataclasses.asdict(sessions))
   return 0
 
 
-def batch_table(found: list[Batch]) -> str:
-  """The batches as text."""
-  lines = ['batch     tokens/s  of roofline  transformers']
-  for b in found:
-    other = f'{b.transformers:12,.0f}' if b.transformers else f'{"-":>12}'
-    lines.append(
-      f'{b.batch:5d} {b.tokens_per_s:12,.0f}  {b.roofline:11.1%}  {other}'
-    )
-  return '\n'.join(lines)
+def _say(line: str) -> None:
+  print(line, flush=True)
+
+
+def batch_line(b: Batch) -> str:
+  """A row under `HEADER`."""
+  other = f'{b.transformers:12,.0f}' if b.transformers else f'{"-":>12}'
+  return (
+    f'{b.batch:5d} {b.tokens_per_s:12,.0f} {b.decode_per_s:9,.0f}'
+    f'  {b.roofline:11.1%} {b.prompt_per_s:9,.0f}  {b.products:11.1%}'
+    f'  {other}  {b.compilations} in {b.compile_s:.0f} s'
+  )

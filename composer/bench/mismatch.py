@@ -10,7 +10,7 @@ with its own weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import json
 import pathlib
@@ -32,6 +32,7 @@ from composer.rl import audit
 from composer.rl import pack as pack_lib
 from composer.rl import trainer
 from composer.rollout import recorder as recorder_lib
+from pallas_kernels import dispatch
 
 MODES = ('bitwise', 'fast')  # at the end of a run
 ALL_MODES = ('bitwise', 'aligned', 'fast')
@@ -92,15 +93,19 @@ def measure_plans(
   waves: Sequence[slice],
   modes: Sequence[str] = ALL_MODES,
   timed: tuple[config_lib.EngineConfig, Sequence[inputs.Plan]] | None = None,
+  report: Callable[[dict[str, Measured]], None] = lambda found: None,
 ) -> dict[str, Measured]:
   """`measure` of whole sessions, those of a wave at once.
 
   The engine's rate is that of the sessions, or of another engine and batch
-  (`timed`), where the first is short of pages on purpose.
+  (`timed`), where the first is short of pages on purpose. `report` gets what is
+  found after every mode.
   """
   found = {}
   for mode in modes:
     numerics = dataclasses.replace(experiment.numerics, mode=mode)
+    if experiment.model.kv_lora and mode == 'fast':
+      numerics = dataclasses.replace(numerics, mla='split')
     changed = dataclasses.replace(experiment, numerics=numerics)
     segments, stats, seconds = _sample(changed, params, plans, waves)
     sampled = sum(plan.sampled for plan in plans)
@@ -127,6 +132,7 @@ def measure_plans(
         'preempted': stats.preempted,
       },
     )
+    report(found)
   return found
 
 
@@ -273,25 +279,31 @@ def _trainer_rates(experiment, step, params) -> dict[bool, float]:
 
 # --- what is shown -------------------------------------------------------------
 
+HEADER = (
+  'mode     replay  differing  KL (k1)    KL (k3)    max |dlogprob|'
+  '  flips      engine tok/s  trainer tok/s'
+)
+
 
 def table(found: dict[str, Measured]) -> str:
   """The measurement as text; 'flips' of a replayed row would have been some."""
-  lines = [
-    'mode     replay  differing  KL (k1)    KL (k3)    max |dlogprob|'
-    '  flips      engine tok/s  trainer tok/s'
-  ]
-  for mode, m in found.items():
+  return '\n'.join(
+    [HEADER, *(line for m in found.items() for line in rows(*m))]
+  )
+
+
+def rows(mode: str, m: Measured) -> list[str]:
+  """Two lines under `HEADER`."""
+  return [
+    f'{mode:8s} {name:6s}  {row["differing"]:9.4%}  {row["kl"]:9.2e}'
+    f'  {row["k3"]:9.2e}  {row["max_abs_logprob"]:14.2e}'
+    f'  {row["route_flip_rate"]:9.2e}  {m.engine_tokens_per_s:12,.0f}'
+    f'  {rate:13,.0f}'
     for name, row, rate in (
       ('yes', m.replay, m.trainer_replay_tokens_per_s),
       ('no', m.no_replay, m.trainer_tokens_per_s),
-    ):
-      lines.append(
-        f'{mode:8s} {name:6s}  {row["differing"]:9.4%}  {row["kl"]:9.2e}'
-        f'  {row["k3"]:9.2e}  {row["max_abs_logprob"]:14.2e}'
-        f'  {row["route_flip_rate"]:9.2e}  {m.engine_tokens_per_s:12,.0f}'
-        f'  {rate:13,.0f}'
-      )
-  return '\n'.join(lines)
+    )
+  ]
 
 
 def as_summary(found: dict[str, Measured]) -> dict[str, Any]:
@@ -322,53 +334,105 @@ def run(
   train_steps: int = STEPS,
   checkpoint: str = '',
   compute: str = 'bfloat16',
+  attention: str = 'grouped',
+  mode: str = '',
 ) -> int:
-  """`composer bench mismatch`.
+  """`composer bench mismatch`; every mode is shown when it is measured.
 
   Args:
+    json_path: where to write it too.
     tokens: sampled in each mode, about.
     train_steps: of the upcycled model.
     checkpoint: a model to take instead.
     compute: of activations and products, 'bfloat16' or 'float32'.
+    attention: of the model on an accelerator, 'grouped' or 'latent'.
+    mode: the only one to measure; '' for all.
 
   Raises:
-    ValueError: too few tokens or steps, or no such model.
+    ValueError: too few tokens or steps, or no such model or mode.
   """
   if tokens < 1:
     raise ValueError(f'--tokens={tokens}; sample at least 1')
   if compute not in ('bfloat16', 'float32'):
     raise ValueError(f'--compute={compute}; use bfloat16 or float32')
-  numerics = config_lib.NumericsConfig(compute=compute)
+  if attention not in inputs.WIDE_MODELS:
+    raise ValueError(
+      f'--attention={attention} is not known; choose one of'
+      f' {", ".join(inputs.WIDE_MODELS)}'
+    )
+  if mode and mode not in ALL_MODES:
+    raise ValueError(
+      f'--mode={mode} is not known; choose one of {", ".join(ALL_MODES)}'
+    )
+  numerics, rl, extra = _setting(compute, attention)
+  longest = rl.sequence_length
   experiment = config_lib.Experiment(
     name='mismatch',
     numerics=numerics,
-    engine=inputs.engine_config(LONGEST, numerics),
-    rl=config_lib.RLConfig(micro_batch=8, sequence_length=LONGEST),
+    engine=inputs.engine_config(longest, numerics),
+    rl=rl,
   )
   if checkpoint:
     model, params = checkpoints.load(checkpoint, dtype=jnp.bfloat16)
   else:
-    model, params = inputs.trained(train_steps, numerics, _say)
+    model, params = inputs.trained(train_steps, numerics, _say, **extra)
   experiment = dataclasses.replace(experiment, model=model)
-  plans = inputs.plans(tokens, model.vocab_size, LONGEST)
-  engine = experiment.engine
-  enough = engine.sequences * (LONGEST // numerics.kv_block) + 1
-  timed = (
-    dataclasses.replace(engine, pages=enough),
-    inputs.batch(engine.sequences, model.vocab_size, LONGEST),
-  )
-  found = measure_plans(
-    experiment, params, plans, inputs.waves(len(plans)), timed=timed
-  )
-  print(f'{len(plans):,} sessions, {compute}, {jax.devices()[0].device_kind}')
-  for mode, m in found.items():
+  plans = inputs.plans(tokens, model.vocab_size, longest)
+  _say(f'{len(plans):,} sessions, {compute}, {jax.devices()[0].device_kind}')
+
+  def report(found: dict[str, Measured]) -> None:
+    mode, m = list(found.items())[-1]
     work = ', '.join(f'{v:,.4g} {k}' for k, v in m.engine.items())
-    print(f'{mode}: {work}')
-  print(table(found))
-  if json_path is not None:
-    values = {m: dataclasses.asdict(v) for m, v in found.items()}
-    json_path.write_text(json.dumps(values, indent=2))
+    _say(f'{mode}: {work}')
+    _say('\n'.join([HEADER, *rows(mode, m)]))
+    if json_path is not None:
+      values = {m: dataclasses.asdict(v) for m, v in found.items()}
+      json_path.write_text(json.dumps(values, indent=2))
+
+  found = measure_plans(
+    experiment,
+    params,
+    plans,
+    inputs.waves(len(plans)),
+    (mode,) if mode else ALL_MODES,
+    timed=_timed(experiment),
+    report=report,
+  )
+  _say(table(found))
   return 0
+
+
+def _setting(
+  compute: str, attention: str
+) -> tuple[config_lib.NumericsConfig, config_lib.RLConfig, dict[str, Any]]:
+  """(numerics, the trainer's shapes, what `inputs.trained` takes besides)."""
+  if dispatch.platform() == 'cpu':
+    numerics = config_lib.NumericsConfig(compute=compute)
+    rl = config_lib.RLConfig(micro_batch=8, sequence_length=LONGEST)
+    return numerics, rl, {}
+  numerics = config_lib.NumericsConfig(
+    compute=compute, kv_block=64, moe='sorted', row_block=64
+  )
+  rl = config_lib.RLConfig(micro_batch=32, sequence_length=2 * LONGEST)
+  extra = {
+    'dense': inputs.WIDE_MODELS[attention],
+    'midtraining': inputs.WIDE_MIDTRAIN,
+  }
+  return numerics, rl, extra
+
+
+def _timed(experiment) -> tuple[config_lib.EngineConfig, list[inputs.Plan]]:
+  """An engine and sessions that it has the pages for, all at once."""
+  engine, block = experiment.engine, experiment.numerics.kv_block
+  longest, vocabulary = engine.max_context, experiment.model.vocab_size
+  if dispatch.platform() == 'cpu':
+    pages = engine.sequences * (longest // block) + 1
+    engine = dataclasses.replace(engine, pages=pages)
+    return engine, inputs.batch(engine.sequences, vocabulary, longest)
+  # The same shapes: another engine would have all its programs compiled anew.
+  a_session = -(-(longest // 8 + longest // 4) // block)
+  count = min(engine.sequences, (engine.pages - 1) // a_session)
+  return engine, inputs.batch(count, vocabulary, longest)
 
 
 def _say(line: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from composer import config as config_lib
 from composer import data
 from composer import midtrain
 from composer import params as params_lib
+from composer.inference import programs
 from composer.model import tokenizer as tokenizer_lib
 from composer.model import transformer
 from composer.model import upcycle
@@ -39,6 +41,27 @@ DENSE = config_lib.ModelConfig(
 )
 MIDTRAIN = config_lib.MidtrainConfig(
   batch_size=8, sequence_length=128, learning_rate=3e-3, warmup_steps=10
+)
+# The same where kernels run, in the numbers that they take; by its attention.
+WIDE = config_lib.ModelConfig(
+  layers=4,
+  dense_layers=4,
+  width=1024,
+  heads=16,
+  kv_heads=4,
+  head_dim=64,
+  dense_hidden=1408,
+  experts=1,
+  experts_per_token=1,
+)
+WIDE_MODELS = {
+  'grouped': WIDE,
+  'latent': dataclasses.replace(
+    WIDE, q_lora=512, kv_lora=512, nope_dim=128, rope_dim=64, value_dim=128
+  ),
+}
+WIDE_MIDTRAIN = dataclasses.replace(
+  MIDTRAIN, batch_size=32, sequence_length=512, learning_rate=5e-4
 )
 
 
@@ -112,11 +135,17 @@ def batch(count: int, vocab_size: int, longest: int) -> list[Plan]:
 def engine_config(
   longest: int, numerics: config_lib.NumericsConfig
 ) -> config_lib.EngineConfig:
-  """Steps shorter than prompts, and pages for two sequences of full length."""
+  """Steps shorter than prompts, and pages for few sequences of full length.
+
+  Where kernels run there are more, since steps of few rows take them as long.
+  """
+  tiled = programs.tiled(numerics)
+  sequences, whole = (64, 16) if tiled else (48, 2)
+  rows = sequences + longest // 3 if tiled else 2 * numerics.row_block
   return config_lib.EngineConfig(
-    rows=2 * numerics.row_block,
-    sequences=48,
-    pages=2 * (longest // numerics.kv_block) + 2,
+    rows=rows,
+    sequences=sequences,
+    pages=whole * (longest // numerics.kv_block) + 2,
     max_context=longest,
   )
 
@@ -125,6 +154,8 @@ def trained(
   steps: int,
   numerics: config_lib.NumericsConfig,
   report: Callable[[str], None] = lambda line: None,
+  dense: config_lib.ModelConfig = DENSE,
+  midtraining: config_lib.MidtrainConfig = MIDTRAIN,
 ) -> tuple[config_lib.ModelConfig, Any]:
   """(configuration, published parameters) of the upcycled, trained model.
 
@@ -132,6 +163,8 @@ def trained(
     steps: of the optimizer, before and after upcycling together.
     numerics: KV block; the rest is `fast`.
     report: gets a line on each stage.
+    dense: the model before it is upcycled.
+    midtraining: batches and learning rate.
 
   Raises:
     ValueError: fewer than 10 steps.
@@ -140,21 +173,21 @@ def trained(
     raise ValueError(
       f'{steps} optimizer steps part no experts; give 10 or more'
     )
-  fast = dataclasses.replace(numerics, mode='fast')
-  batches = _batches(numerics.kv_block)
+  fast = dataclasses.replace(numerics, mode='fast', mla='expanded')
+  batches = _batches(numerics.kv_block, midtraining)
+  learn = functools.partial(_train, midtraining, fast, batches)
   dense_steps = round(DENSE_SHARE * steps)
-  spec = transformer.spec(DENSE)
-  params = params_lib.init(spec, jax.random.key(0))
-  params, losses = _train(DENSE, fast, params, batches, dense_steps)
+  params = params_lib.init(transformer.spec(dense), jax.random.key(0))
+  params, losses = learn(dense, params, dense_steps)
   report(
     f'dense: loss {losses[0]:.2f} to {losses[-1]:.2f}, {dense_steps} steps'
   )
   host = jax.tree.map(np.asarray, params)
   into = upcycle.Upcycling(experts=8, experts_per_token=2, noise=0.02)
-  model, sparse = upcycle.upcycle(DENSE, host, into)
+  model, sparse = upcycle.upcycle(dense, host, into)
   sparse = jax.tree.map(jnp.asarray, sparse)
   before = apart(sparse)
-  sparse, losses = _train(model, fast, sparse, batches, steps - dense_steps)
+  sparse, losses = learn(model, sparse, steps - dense_steps)
   report(
     f'upcycled: loss {losses[0]:.2f} to {losses[-1]:.2f},'
     f' {steps - dense_steps} steps; experts differ by {before:.1%} and then'
@@ -181,14 +214,14 @@ def apart(params: Any) -> float:
   return float(np.mean(shares))
 
 
-def _batches(align: int):
+def _batches(align: int, midtraining: config_lib.MidtrainConfig):
   tokenizer = tokenizer_lib.load()
   dataset = data.midtraining(
     [],
     data.python_source(SOURCE_BYTES),
     tokenizer.encode,
-    batch_size=MIDTRAIN.batch_size,
-    sequence_length=MIDTRAIN.sequence_length,
+    batch_size=midtraining.batch_size,
+    sequence_length=midtraining.sequence_length,
     python_share=1.0,
     align=align,
     seed=0,
@@ -196,9 +229,9 @@ def _batches(align: int):
   return iter(dataset)
 
 
-def _train(model, numerics, params, batches, steps: int):
+def _train(midtraining, numerics, batches, model, params, steps: int):
   """(parameters, losses) after so many steps of next-token prediction."""
-  config = dataclasses.replace(MIDTRAIN, steps=steps)
+  config = dataclasses.replace(midtraining, steps=steps)
   step = midtrain.make_train_step(model, numerics, config)
   state = midtrain.init_state(params, config, jax.random.key(0))
   losses = []

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from composer import config as config_lib
 from composer.inference import programs
 from composer.inference import sampling
 from composer.inference import sequence as sequence_lib
+from composer.model import layers
 
 Sequence = sequence_lib.Sequence
 
@@ -24,6 +26,7 @@ class Part(NamedTuple):
   `count` tokens from `start` on are computed, and the last `draws` rows draw.
   In a run ahead `count` tokens are computed and drawn one after the other. The
   last tokens of `proposed` are a draft's, not yet known to be the sequence's.
+  `row` is that of the first token in a mixed step; the others follow it.
   """
 
   sequence: Sequence
@@ -31,6 +34,7 @@ class Part(NamedTuple):
   count: int
   draws: int
   proposed: np.ndarray | None = None
+  row: int = 0
 
 
 class Maker:
@@ -50,26 +54,34 @@ class Maker:
     self.tables = np.zeros(
       (config.sequences + 1, self._column_sizes[-1]), np.int32
     )
-    self._all = np.full((1, -(-model.vocab_size // 8)), 255, np.uint8)
+    self._turns = None  # on a CPU they are constants: contexts are short
+    if programs.tiled(numerics):
+      length = self._column_sizes[-1] * numerics.kv_block
+      self._turns = jax.device_put(layers.rope_table(model, length))
+    self._all: dict[int, np.ndarray] = {}  # of so many rows, never written
 
   def mixed(self, parts: List[Part]) -> tuple:
     """(rows, sampling rows, into, draws, cuts) of `programs.mixed`."""
-    size = programs.at_least(self._step_sizes, sum(p.count for p in parts))
-    slots = np.full(size, self.nobody, np.int32)
-    positions, tokens = np.zeros((2, size), np.int32)
+    most = max(part.row + part.count for part in parts)
+    size = programs.at_least(self._step_sizes, most)
+    slots, positions, tokens = self._nobodies(size)
+    tiles, tile = self._tiles(size), programs.TILE
+    alone = size - tile * tiles  # rows before the tiles
     drawing: list[tuple[int, Sequence]] = []
-    row = 0
     for part in parts:
-      sequence, start, at = part.sequence, part.start, row + part.count
+      sequence, start, row = part.sequence, part.start, part.row
+      at = row + part.count
       if part.count == 1:
-        slots[row], positions[row] = sequence.slot, start
-        tokens[row] = _token(sequence, start)
+        positions[row], tokens[row] = start, _token(sequence, start)
       else:
-        slots[row:at] = sequence.slot
         positions[row:at] = np.arange(start, start + part.count)
         tokens[row:at] = _tokens(part)
+      first, end = row, at
+      if row >= alone:
+        first = alone + (row - alone) // tile
+        end = alone - (alone - at) // tile
+      slots[first:end] = sequence.slot
       drawing += [(r, sequence) for r in range(at - part.draws, at)]
-      row = at
     count = programs.sampled_rows(self._numerics, self._config, size)
     assert len(drawing) <= count, f'{len(drawing)} draws of {count}'
     which = np.zeros(count, np.int32)
@@ -77,7 +89,7 @@ class Maker:
     which[: len(drawing)] = [r for r, _ in drawing]
     into[: len(drawing)] = [s.slot for _, s in drawing]
     sequences = [s for _, s in drawing]
-    rows = programs.Rows(slots, positions, tokens, self._tables(parts))
+    rows = self._rows(slots, positions, tokens, self._tables(parts))
     return rows, which, into, *self._draws(sequences, count, which)
 
   def ahead(self, parts: List[Part]) -> tuple:
@@ -89,15 +101,15 @@ class Maker:
       slots[row], positions[row] = part.sequence.slot, part.start
       tokens[row] = _token(part.sequence, part.start)
       ends[row] = part.start + part.count
-    rows = programs.Rows(slots, positions, tokens, self._tables(parts))
+    rows = self._rows(slots, positions, tokens, self._tables(parts))
     sequences = [p.sequence for p in parts]
     return rows, ends, *self._draws(sequences, size, positions)
 
   def blank(self, size: int, columns: int, ahead: bool, cuts: bool) -> tuple:
     """The same for nobody: what it computes goes to scratch."""
-    slots = np.full(size, self.nobody, np.int32)
-    zeros = np.zeros(size, np.int32)
-    rows = programs.Rows(slots, zeros, zeros, self.tables[:, :columns].copy())
+    slots, positions, zeros = self._nobodies(size, ahead)
+    tables = self.tables[:, :columns].copy()
+    rows = self._rows(slots, positions, zeros, tables)
     count = size
     if not ahead:
       count = programs.sampled_rows(self._numerics, self._config, size)
@@ -108,6 +120,20 @@ class Maker:
     if ahead:
       return rows, zeros, draws, some
     return rows, which, np.full(count, self.nobody, np.int32), draws, some
+
+  def _rows(self, *arrays: np.ndarray) -> programs.Rows:
+    return programs.Rows(*arrays, self._turns)
+
+  def _nobodies(self, size: int, ahead: bool = False) -> tuple:
+    """(slots, positions, tokens) of a step of rows that are nobody's."""
+    tiles = 0 if ahead else self._tiles(size)
+    alone = size - programs.TILE * tiles
+    positions, tokens = np.zeros((2, size), np.int32)
+    positions[alone:] = -1
+    return np.full(alone + tiles, self.nobody, np.int32), positions, tokens
+
+  def _tiles(self, size: int) -> int:
+    return programs.tiles_of(self._numerics, self._config, size)
 
   def _tables(self, parts: List[Part]) -> np.ndarray:
     reach = max(p.start + p.count for p in parts)
@@ -124,7 +150,7 @@ class Maker:
       temperature[n] = sequence.request.temperature
       seeds[n] = sequence.request.seed & 0xFFFFFFFF
     draws = sampling.Draws(temperature, seeds, positions)
-    if not any(s.cuts for s in sequences):
+    if not any(s.cuts or s.request.top_logprobs for s in sequences):
       return draws, None
     return draws, self._cuts(sequences, count)
 
@@ -132,15 +158,19 @@ class Maker:
     some = np.zeros(count, bool)
     top_k = np.zeros(count, np.int32)
     top_p, min_p = np.ones(count, np.float32), np.zeros(count, np.float32)
-    allowed = self._all
+    # One shape, with masks and without: another would be compiled anew.
+    if count not in self._all:
+      width = -(-self._model.vocab_size // 8)
+      self._all[count] = np.full((count, width), 255, np.uint8)
+    allowed = everything = self._all[count]
     for n, sequence in enumerate(sequences):
       request = sequence.request
       some[n] = sequence.cuts
       top_k[n] = min(request.top_k, self._model.vocab_size)
       top_p[n], min_p[n] = request.top_p, request.min_p
       if sequence.allowed is not None:
-        if allowed is self._all:
-          allowed = np.repeat(self._all, count, axis=0)
+        if allowed is everything:
+          allowed = everything.copy()
         allowed[n] = sequence.allowed
     return sampling.Cuts(some, top_k, top_p, min_p, allowed)
 

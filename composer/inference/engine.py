@@ -31,6 +31,7 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import Callable
+from concurrent import futures
 import dataclasses
 import functools
 import threading
@@ -52,7 +53,7 @@ from composer.inference import programs
 from composer.inference import replies
 from composer.inference import sampling
 from composer.inference import sequence as sequence_lib
-from composer.model import layers
+from composer.model import held
 from composer.model import transformer
 from pallas_kernels import dispatch
 
@@ -61,6 +62,7 @@ Part = batches.Part
 step_sizes = programs.step_sizes
 
 DEPTH = 1  # steps that the device may work on while the host records another
+COMPILERS = 8  # programs that are compiled at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +119,7 @@ class Engine:
     self._flights: collections.deque[_Flight] = collections.deque()
     self._turns = 0
     self._pending_weights: tuple[int, Any] | None = None
+    self._given = False  # whether there ever were weights to activate
     self._chores: collections.deque[Callable[[], None]] = collections.deque()
     self._cancelled = False
     self._params = None
@@ -152,7 +155,7 @@ class Engine:
     return len(self._waiting)
 
   def activate(self, version: int, params: Any) -> None:
-    """Swaps to `params` (float32, as `params.widen` gives) before the next step.
+    """Swaps to `params` before the next step; float32 (`widen`), or `prepare`d.
 
     Running sequences go on: their older tokens keep the keys and values of the
     version that computed them, and `versions` says which. With
@@ -161,7 +164,7 @@ class Engine:
     """
     params = prepare(self._numerics, params)
     with self._wake:
-      self._pending_weights = (version, params)
+      self._pending_weights, self._given = (version, params), True
       self._wake.notify()
 
   def wait_active(self, version: int, seconds: float = 60.0) -> None:
@@ -194,7 +197,7 @@ class Engine:
 
     with self._wake:
       self.check()
-      if self._params is None and self._pending_weights is None:
+      if not self._given:
         raise ValueError('no weights to warm up with; call activate first')
       self._chores.append(chore)
       self._wake.notify()
@@ -504,13 +507,9 @@ class Engine:
 
   def _send(self, plan: list[Part], steps: int) -> None:
     before = programs.compiled()
-    model, numerics = self._model, self._numerics
-    state = (self._params, self._cache, self._last)
-    if steps:
-      batch = self._maker.ahead(plan)
-      out = programs.ahead(model, numerics, steps, *state, *batch)
-    else:
-      out = programs.mixed(model, numerics, *state, *self._maker.mixed(plan))
+    batch = self._maker.ahead(plan) if steps else self._maker.mixed(plan)
+    program, first, batch = self._call(steps, batch)
+    out = program(*first, *self._state(), *batch)
     sampled, self._cache, self._last = out
     for array in jax.tree.leaves(sampled):
       array.copy_to_host_async()
@@ -530,11 +529,10 @@ class Engine:
     flight = self._flights.popleft()
     answer, experts = jax.tree.map(np.asarray, flight.sampled)
     tokens, logprobs = answer.tokens.tolist(), answer.logprobs.tolist()
-    row = draw = rows = sampled = 0
+    draw = rows = sampled = 0
     replied, done = [], []
     for n, part in enumerate(flight.parts):
-      first, at = row, draw
-      row, draw = row + part.count, draw + part.draws
+      at, draw = draw, draw + part.draws
       sequence = part.sequence
       if not sequence.live:
         continue  # it ended while this step ran
@@ -549,14 +547,15 @@ class Engine:
           part.start,
           tokens[0][at],
           logprobs[0][at],
-          experts[0, first],
+          experts[0, part.row],
           flight.version,
         )
         self._publish_pages(sequence)
         sampled += 1
       else:
         here = _rows_of(answer, (0, slice(at, draw)))
-        sampled += self._record(part, here, experts[0, first:row], flight)
+        routes = experts[0, part.row : part.row + part.count]
+        sampled += self._record(part, here, routes, flight)
       if part.draws and (piece := sequence_lib.piece(sequence)):
         replied.append((sequence.future, (sequence.request.on_tokens, piece)))
       if sequence.stop_reason:
@@ -591,6 +590,9 @@ class Engine:
       )
       if sequence.cuts:
         sequence_lib.keep(sequence, kept[:taken], self._model.vocab_size)
+      if sequence.request.top_logprobs:
+        top = answer.top_ids[:taken], answer.top_logprobs[:taken]
+        sequence_lib.tell(sequence, *top)
     several = flight.steps or part.proposed is not None
     count = taken if several else part.count
     sequence_lib.record(sequence, part.start, routes[:count], flight.version)
@@ -622,39 +624,57 @@ class Engine:
       sequence.coming = ()
 
   def _run_every_shape(self, cuts: bool) -> int:
-    """Every program in every shape, on scratch pages."""
+    """Every program in every shape, on scratch pages.
+
+    They are compiled side by side: lowering holds this process, compiling does
+    not, and a program that was compiled is not compiled again when it is called.
+    """
     numerics, config = self._numerics, self._config
     kinds = [(0, programs.step_sizes(numerics, config))]
     if self._rules.run_ahead > 1:
       kinds.append(
         (self._rules.run_ahead, programs.ahead_sizes(numerics, config))
       )
-    count = 0
-    for steps, sizes in kinds:
-      for size in sizes:
-        for columns in programs.column_sizes(numerics, config):
-          for cut in (False, True)[: 1 + cuts]:
-            batch = self._maker.blank(size, columns, bool(steps), cut)
-            state = (self._params, self._cache, self._last)
-            if steps:
-              out = programs.ahead(self._model, numerics, steps, *state, *batch)
-            else:
-              out = programs.mixed(self._model, numerics, *state, *batch)
-            _, self._cache, self._last = out
-            count += 1
+    calls = [
+      self._call(steps, self._maker.blank(size, columns, bool(steps), cut))
+      for steps, sizes in kinds
+      for size in sizes
+      for columns in programs.column_sizes(numerics, config)
+      for cut in (False, True)[: 1 + cuts]
+    ]
+    with futures.ThreadPoolExecutor(COMPILERS) as pool:
+      compiling = [
+        pool.submit(program.lower(*first, *self._state(), *batch).compile)
+        for program, first, batch in calls
+      ]
+      for one in compiling:
+        one.result()
+    for program, first, batch in calls:
+      out = program(*first, *self._state(), *batch)
+      _, self._cache, self._last = out
     jax.block_until_ready(self._last)
-    return count
+    return len(calls)
+
+  def _call(self, steps: int, batch: tuple) -> tuple:
+    """(program, its static arguments, the batch) of so many decode steps."""
+    if steps:
+      return programs.ahead, (self._model, self._numerics, steps), batch
+    return programs.mixed, (self._model, self._numerics), batch
+
+  def _state(self) -> tuple:
+    """What every program takes next, and gives back but for the parameters."""
+    return self._params, self._cache, self._last
 
 
 def _plain(part: Part) -> bool:
   """Whether it is one row of a sequence that draws one token from all."""
   single = part.count == part.draws == 1 and part.proposed is None
-  return single and not part.sequence.cuts
+  sequence = part.sequence
+  return single and not (sequence.cuts or sequence.request.top_logprobs)
 
 
 def _rows_of(answer: sampling.Answer, at: Any) -> sampling.Answer:
-  kept = None if answer.kept is None else answer.kept[at]
-  return sampling.Answer(answer.tokens[at], answer.logprobs[at], kept)
+  return sampling.Answer(*(None if x is None else x[at] for x in answer))
 
 
 def _check(
@@ -685,19 +705,24 @@ def prepare(
 ) -> Any:
   """Parameters as steps read them: what need not be done in each, done once.
 
-  They are cast to the dtype of products, and, on an accelerator in `fast`, the
-  layers lie apart (`split`).
+  They are `held`, and, on an accelerator (`split`), the layers lie apart, but not
+  in `bitwise`: the trainer loops over its layers, and rounds what it hands from
+  one to the next, which XLA need not where there is no loop. Parameters that are
+  prepared stay as they are.
   """
   if split is None:
-    split = dispatch.platform() != 'cpu' and numerics.mode == 'fast'
-  if numerics.compute == 'float32' and not split:
+    split = dispatch.platform() != 'cpu' and numerics.mode != 'bitwise'
+  done = not split or any(
+    isinstance(params.get(stack), tuple) for stack in ('dense', 'layers')
+  )
+  if done and (split or numerics.compute == 'float32'):
     return params
   return _prepare(numerics, split, params)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _prepare(numerics: config_lib.NumericsConfig, split: bool, params: Any):
-  params = layers.as_compute(numerics, params)
+  params = held.held(params, numerics)
   return transformer.split_layers(params) if split else params
 
 

@@ -3,7 +3,8 @@
 Decoding sequences go first, one row each and those of a draft; prompt tokens
 fill the rows that are left, in the order of their starts. Where more sequences
 decode than there are rows they take turns, and prompts keep a small share, so
-that neither starves the other. Where all sequences decode, several steps are
+that neither starves the other. Where rows of prompts lie in tiles they have
+rows of their own (`programs`). Where all sequences decode, several steps are
 planned at once.
 """
 
@@ -24,14 +25,13 @@ from composer.inference import sequence as sequence_lib
 Sequence = sequence_lib.Sequence
 Part = batches.Part
 
-PREFILL_SHARE = 8  # of so many rows, one is kept for prompts that wait
-
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
   """What a plan depends on, beside the sequences."""
 
-  rows: int  # of a mixed step
+  rows: int  # of a mixed step; with tiles, those that decode
+  tiles: tuple[int, ...]  # numbers of tiles that it may have; none: flat rows
   block: int  # tokens of a page
   run_ahead: int  # decode steps of one dispatch
   draft: drafts.Draft | None
@@ -46,8 +46,10 @@ class Rules:
 def rules(
   numerics: config_lib.NumericsConfig, config: config_lib.EngineConfig
 ) -> Rules:
+  tiles = tuple(programs.tile_counts(numerics, config))
   return Rules(
-    rows=config.rows,
+    rows=programs.alone(numerics, config) if tiles else config.rows,
+    tiles=tiles,
     block=numerics.kv_block,
     run_ahead=programs.run_ahead(config),
     draft=drafts.DRAFTS[config.draft] if config.draft else None,
@@ -84,22 +86,22 @@ def plan(
     parts = [_ahead(rules, s) for s in decoding]
     return [part for part in parts if part.count > 0], rules.run_ahead
   budget = left = rules.rows
-  if prefilling:
-    budget -= max(left // PREFILL_SHARE, 1)
+  if prefilling and not rules.tiles:
+    budget -= max(left // programs.PREFILL_SHARE, 1)
   if len(decoding) > budget:
     at = turn * budget % len(decoding)
     decoding = decoding[at:] + decoding[:at]
   parts = []
   for n, sequence in enumerate(decoding):
     others = min(len(decoding) - n - 1, budget - 1)
-    part = _decode(rules, sequence, budget - others, ask)
+    part = _decode(rules, sequence, rules.rows - left, budget - others, ask)
     if part is None:
       continue
     parts.append(part)
     budget, left = budget - part.count, left - part.count
     if budget <= 0:
       break
-  return parts + _prefill(prefilling, left, ask), 0
+  return parts + _prefill(rules, prefilling, left, ask), 0
 
 
 def _waits(rules: Rules, sequence: Sequence) -> bool:
@@ -119,9 +121,9 @@ def _ahead(rules: Rules, sequence: Sequence) -> Part:
 
 
 def _decode(
-  rules: Rules, sequence: Sequence, most: int, ask: Callable
+  rules: Rules, sequence: Sequence, row: int, most: int, ask: Callable
 ) -> Part | None:
-  """A row of a decoding sequence, and those of its draft; `most` rows."""
+  """A row of a decoding sequence, and those of its draft; `most` from `row`."""
   start = sequence.due - 1
   room = len(sequence.pages) * rules.block - sequence.due
   if room < 0:  # its pages come with the next turn
@@ -130,7 +132,7 @@ def _decode(
   if masked and not ask(sequence):
     return None
   if rules.draft is None or masked:
-    return Part(sequence, start, 1, 1)
+    return Part(sequence, start, 1, 1, row=row)
   most = min(
     rules.draft_tokens, most - 1, room, sequence.size - sequence.due - 1
   )
@@ -138,22 +140,47 @@ def _decode(
   if most > 0:
     proposed = rules.draft(sequence.tokens[: sequence.length], most)[:most]
   count = 1 + len(proposed)
-  return Part(sequence, start, count, count, proposed.astype(np.int32))
+  return Part(sequence, start, count, count, proposed.astype(np.int32), row)
 
 
 def _prefill(
-  prefilling: List[Sequence], left: int, ask: Callable
+  rules: Rules, prefilling: List[Sequence], left: int, ask: Callable
 ) -> list[Part]:
-  """Chunks of prompts; the last row of a whole prompt draws."""
+  """Chunks of prompts; the last row of a whole prompt draws.
+
+  In flat rows they fill the `left` ones. A tile is of one sequence, at an
+  absolute multiple of its rows, so that only the first and the last one of a
+  prompt are not full.
+  """
+  tile, row, end = 1, rules.rows - left, rules.rows
+  if rules.tiles:
+    tile, row = programs.TILE, rules.rows
+    wanted = [-(-(s.sent % tile + s.due - s.sent) // tile) for s in prefilling]
+    end = row + tile * tiles_for(rules.tiles, sum(wanted))
   parts = []
   for sequence in prefilling:
-    if left <= 0:
+    first = row + sequence.sent % tile
+    if first >= end:
       break
     whole = sequence.due - sequence.sent
-    count = min(left, whole)
+    count = min(end - first, whole)
     draws = int(count == whole)
     if draws and sequence.request.mask is not None and not ask(sequence):
       continue
-    parts.append(Part(sequence, sequence.sent, count, draws))
-    left -= count
+    parts.append(Part(sequence, sequence.sent, count, draws, row=first))
+    row += -(-(first + count - row) // tile) * tile
   return parts
+
+
+def tiles_for(counts: tuple[int, ...], wanted: int) -> int:
+  """How many tiles a step should have, of `counts`, for so many of prompts.
+
+  The fewest that take them all, unless half of those were nobody's: then the
+  next fewer are filled, and the rest waits for the step after.
+  """
+  fewer = 0
+  for count in counts:
+    if wanted <= count:
+      return fewer if fewer and 2 * wanted <= count else count
+    fewer = count
+  return fewer

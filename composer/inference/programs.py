@@ -9,6 +9,11 @@ slot. So the host may send the next step before it knows what the step before
 has drawn; all else that a step reads (positions, pages, seeds) follows from
 counting. Every shape comes from a short list, so that nothing is compiled once
 each has run.
+
+Where kernels attend (`tiled`), a mixed step is of R1 rows that are a sequence's
+only one, or a draft's, and of T tiles of rows of one prompt each: a kernel reads
+the pages of a tile's sequence once, not once a row. Tiles lie at absolute
+multiples of their rows; what a prompt does not fill of one is nobody's.
 """
 
 from __future__ import annotations
@@ -20,7 +25,9 @@ import jax
 import jax.numpy as jnp
 
 from composer import config as config_lib
+from composer import mesh as mesh_lib
 from composer.inference import sampling
+from composer.model import operations
 from composer.model import transformer
 from pallas_kernels import dispatch
 
@@ -29,15 +36,24 @@ ModelConfig = config_lib.ModelConfig
 NumericsConfig = config_lib.NumericsConfig
 AHEAD = 16  # decode steps a dispatch on an accelerator, if not configured
 COLUMNS = 8  # the fewest KV blocks that a program reads, where it reads all
+PREFILL_SHARE = 8  # of so many rows, one is kept for prompts that wait
+TILE = transformer.TILE
+TILES = 256 // TILE  # the fewest of prompts that a program is compiled for
+FEWEST = 8  # rows of decode steps, the fewest that a program is compiled for
+FEW = 32  # rows of a mixed step without prompts, the same
 
 
 class Rows(NamedTuple):
-  """The N rows of a step; row n belongs to the sequence in slot slots[n]."""
+  """The N rows of a step: R1 of a slot each, then T tiles of a slot each.
 
-  slots: Array  # int32 [N]; the last slot is nobody's: its pages are scratch
-  positions: Array  # int32 [N]
+  In `ahead`, and where rows are not tiled, T is 0 and R1 is N.
+  """
+
+  slots: Array  # int32 [R1 + T]; the last slot is nobody's: scratch pages
+  positions: Array  # int32 [N]; in a tile -1 where the row is nobody's
   tokens: Array  # int32 [N]; -1 reads what the slot has drawn last
   tables: Array  # int32 [slots, M]: pages of every slot
+  turns: tuple[Array, Array] | None = None  # see `trunk.rope`
 
 
 class Sampled(NamedTuple):
@@ -47,7 +63,12 @@ class Sampled(NamedTuple):
   experts: Array  # int16 [k, N, L, K]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
+@functools.partial(
+  jax.jit,
+  static_argnums=(0, 1),
+  static_argnames=('layout',),
+  donate_argnums=(3, 4),
+)
 def mixed(
   config: ModelConfig,
   numerics: NumericsConfig,
@@ -59,8 +80,9 @@ def mixed(
   into: Array,
   draws: sampling.Draws,
   cuts: sampling.Cuts | None,
+  layout: mesh_lib.Layout | None = None,
 ) -> tuple[Sampled, transformer.Cache, Array]:
-  """One step over N rows, of which S draw.
+  """One step over N rows, of which S draw: prompts, and what decodes.
 
   Args:
     config, numerics: static.
@@ -74,11 +96,15 @@ def mixed(
       stands.
     draws: of the S rows; positions are looked up.
     cuts: of the S rows.
+    layout: static; see `transformer.step`. All but `params` is then a device's
+      own.
 
   Returns:
     (what was sampled, cache, last).
   """
-  tokens = jnp.where(rows.tokens < 0, last[rows.slots], rows.tokens)
+  of = transformer.sequences_of(len(rows.tokens), len(rows.slots))
+  slots = rows.slots if of is None else rows.slots[of]
+  tokens = jnp.where(rows.tokens < 0, last[slots], rows.tokens)
   hidden, experts, cache = transformer.step(
     params,
     config,
@@ -87,6 +113,8 @@ def mixed(
     tokens,
     rows.positions,
     rows.tables[rows.slots],
+    layout,
+    rows.turns,
   )
   draws = draws._replace(positions=rows.positions[sampling_rows])
   answer = sampling.answer(
@@ -141,6 +169,7 @@ def ahead(
       tokens,
       at,
       jnp.where(active[:, None], table, 0),
+      turns=rows.turns,
     )
     answer = sampling.answer(
       config,
@@ -158,22 +187,70 @@ def ahead(
   return sampled, cache, last.at[rows.slots].set(newest)
 
 
+def tiled(numerics: NumericsConfig) -> bool:
+  """Whether rows of prompts lie in tiles: where a kernel attends."""
+  return operations.of(numerics).sparse != operations.XLA
+
+
+def alone(numerics: NumericsConfig, config: config_lib.EngineConfig) -> int:
+  """R1 of a mixed step with tiles: every sequence's row, or those of its draft.
+
+  Where there are fewer `engine.rows`, sequences take turns.
+  """
+  return min(config.sequences * _draws(config), config.rows)
+
+
+def tile_counts(
+  numerics: NumericsConfig, config: config_lib.EngineConfig
+) -> list[int]:
+  """The T that a mixed step with prompts may have; none where not `tiled`.
+
+  The most fill `engine.rows`, and are a share of it where rows that decode
+  would leave less.
+  """
+  if not tiled(numerics):
+    return []
+  least = -(-config.rows // (PREFILL_SHARE * TILE))
+  most = max((config.rows - alone(numerics, config)) // TILE, least)
+  return _growing(min(TILES, most), most, 4)
+
+
 def step_sizes(
   numerics: NumericsConfig, config: config_lib.EngineConfig
 ) -> list[int]:
-  """Row counts that the engine compiles for, up to `engine.rows`."""
-  return _growing(2 * numerics.row_block, config.rows)
+  """Row counts of mixed steps that the engine compiles for.
+
+  Flat ones go up to `engine.rows`. Tiled ones without prompts have up to
+  `alone`; of those with prompts R1 is just that, and they may have more than
+  `engine.rows` by what of their tiles is nobody's.
+  """
+  if not tiled(numerics):
+    return _growing(2 * numerics.row_block, config.rows)
+  most = alone(numerics, config)
+  sizes = _growing(min(FEW, most), most, 8)
+  return sizes + [most + TILE * t for t in tile_counts(numerics, config)]
+
+
+def tiles_of(
+  numerics: NumericsConfig, config: config_lib.EngineConfig, rows: int
+) -> int:
+  """T of a mixed step of so many rows."""
+  if not tiled(numerics):
+    return 0
+  return max(rows - alone(numerics, config), 0) // TILE
 
 
 def ahead_sizes(
   numerics: NumericsConfig, config: config_lib.EngineConfig
 ) -> list[int]:
   """The same of decode steps: one row for each running sequence."""
-  if numerics.mode == 'bitwise':
+  if numerics.mode == 'bitwise' and not operations.of(numerics).fixed:
     block = numerics.row_block
     most = max(-(-config.sequences // block), 2) * block
     return _growing(2 * block, most)
-  return _growing(1, config.sequences)
+  # One row would be a product of another kind, which takes a GPU longer.
+  fewest = FEWEST if tiled(numerics) else 1
+  return _growing(fewest, max(config.sequences, fewest))
 
 
 def column_sizes(
@@ -181,10 +258,12 @@ def column_sizes(
 ) -> list[int]:
   """KV blocks of a sequence that a program may be asked to read.
 
-  On a CPU the loop over blocks ends by itself at the longest context.
+  On a CPU the loop over blocks ends by itself at the longest context, and the
+  kernel of a GPU reads a sequence's blocks up to its position. That of a TPU
+  passes over the others, one by one.
   """
   most = -(-config.max_context // numerics.kv_block)
-  if dispatch.platform() == 'cpu':
+  if dispatch.platform() != 'tpu':
     return [most]
   return _growing(min(COLUMNS, most), most)
 
@@ -193,10 +272,16 @@ def sampled_rows(
   numerics: NumericsConfig, config: config_lib.EngineConfig, rows: int
 ) -> int:
   """S of a mixed step of so many rows."""
-  a_sequence = 1 + (config.draft_tokens if config.draft else 0)
+  most = config.sequences * _draws(config)
+  if tiled(numerics):  # of a tile only the last row may draw
+    return min(rows - (TILE - 1) * tiles_of(numerics, config, rows), most)
   block = numerics.row_block
-  most = max(-(-config.sequences * a_sequence // block), 2) * block
-  return min(rows, most)
+  return min(rows, max(-(-most // block), 2) * block)
+
+
+def _draws(config: config_lib.EngineConfig) -> int:
+  """Rows of a decoding sequence in a mixed step, each of which draws."""
+  return 1 + (config.draft_tokens if config.draft else 0)
 
 
 def run_ahead(config: config_lib.EngineConfig) -> int:
@@ -222,13 +307,13 @@ def compiled() -> int:
   return sum(program._cache_size() for program in _PROGRAMS)
 
 
-def _growing(size: int, most: int) -> list[int]:
+def _growing(size: int, most: int, factor: int | None = None) -> list[int]:
   """Sizes up to `most`: doubling on a CPU, whose time follows the rows.
 
-  A decode step of few rows takes an accelerator about as long as one of four
+  A decode step of few rows takes an accelerator about as long as one of eight
   times as many, and longer to compile.
   """
-  factor = 2 if dispatch.platform() == 'cpu' else 4
+  factor = factor or (2 if dispatch.platform() == 'cpu' else 8)
   sizes = []
   while size < most:
     sizes.append(size)

@@ -14,7 +14,6 @@ packed, and the logprob is over it.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ import jax
 import jax.numpy as jnp
 
 from composer import config as config_lib
-from composer import mesh as mesh_lib
 from composer.model import layers
 from composer.model import transformer
 
@@ -30,6 +28,7 @@ Array = jax.Array
 ModelConfig = config_lib.ModelConfig
 NumericsConfig = config_lib.NumericsConfig
 
+TOP = 20  # likeliest tokens that are told of, where a request asks
 GREEDY = 1e-6  # temperatures below this take the argmax
 
 
@@ -57,6 +56,9 @@ class Answer(NamedTuple):
   tokens: Array  # int32 [S]
   logprobs: Array  # float32 [S]
   kept: Array | None  # uint8 [S, ceil(V / 8)], packed bits; None: all
+  # int32 and float32 [S, TOP]: the likeliest, where something is cut or asked.
+  top_ids: Array | None = None
+  top_logprobs: Array | None = None
 
 
 def _uniform(seeds: Array, positions: Array) -> Array:
@@ -111,9 +113,32 @@ def cut(z: Array, temperature: Array, cuts: Cuts) -> Array:
   times the likeliest. Ties go to the lower id, and the likeliest always stays.
   Greedy rows are not cut, for they draw nothing.
   """
+  return _cut(z, temperature, cuts)[0]
+
+
+def _cut(z: Array, temperature: Array, cuts: Cuts) -> tuple[Array, Array]:
+  """`cut`, and the ids of the `TOP` likeliest, which are kept first.
+
+  Where no row has more than a mask, nothing is sorted: that takes a CPU longer
+  than a small model's step. Such a row's bits are the same beside others.
+  """
   vocab = z.shape[1]
   allowed = jnp.unpackbits(cuts.allowed, axis=-1, count=vocab).astype(bool)
+  allowed = jnp.broadcast_to(allowed, z.shape)
   z = jnp.where(allowed, z, -jnp.inf)
+  masked = (cuts.top_k <= 0) & (cuts.top_p >= 1) & (cuts.min_p <= 0)
+  masked |= temperature < GREEDY
+  kept, top = jax.lax.cond(
+    jnp.all(masked),
+    lambda: (allowed, jax.lax.top_k(z, min(TOP, vocab))[1]),
+    lambda: _ranked(z, cuts),
+  )
+  return jnp.where(masked[:, None], allowed, kept), top
+
+
+def _ranked(z: Array, cuts: Cuts) -> tuple[Array, Array]:
+  """(what is kept of z [R, V], the ids of the likeliest), by sorting."""
+  vocab = z.shape[1]
   numbers = jnp.broadcast_to(jnp.arange(vocab)[None, :], z.shape)
   down, order = jax.lax.sort((-z, numbers), num_keys=1, is_stable=True)
   weights = jnp.exp(down[:, :1] - down)  # 1 for the likeliest
@@ -127,8 +152,7 @@ def cut(z: Array, temperature: Array, cuts: Cuts) -> Array:
   kept = kept.at[:, 0].set(True)
   rows = jnp.arange(z.shape[0])[:, None]
   out = jnp.zeros(z.shape, bool).at[rows, order].set(kept)
-  greedy = (temperature < GREEDY)[:, None]
-  return jnp.where(greedy, allowed, out)
+  return out, order[:, :TOP]
 
 
 def answer(
@@ -159,15 +183,17 @@ def answer(
 
   def rows(x, t, draws, cuts):
     z = transformer.logits_rows(config, norm, unembed, x, t)  # [R, V]
-    kept = cut(z, draws.temperature, cuts)
-    drawn = draw(jnp.where(kept, z, -jnp.inf), draws)
-    return drawn, jnp.packbits(kept, axis=-1)
+    kept, top = _cut(z, draws.temperature, cuts)
+    z = jnp.where(kept, z, -jnp.inf)
+    total = jax.nn.logsumexp(z, axis=-1, keepdims=True)
+    likely = jnp.take_along_axis(z, top, axis=-1) - total
+    return draw(z, draws), jnp.packbits(kept, axis=-1), top, likely
 
   allowed = jnp.broadcast_to(
     cuts.allowed, (hidden.shape[0], cuts.allowed.shape[1])
   )
   cuts = cuts._replace(allowed=allowed)
-  few, kept = layers.map_rows(rows, numerics, hidden, safe, draws, cuts)
+  few, kept, *top = layers.map_rows(rows, numerics, hidden, safe, draws, cuts)
   over, _ = transformer.row_logprobs(
     config, numerics, norm, unembed, hidden, few, safe, kept
   )
@@ -176,6 +202,7 @@ def answer(
     jnp.where(cuts.some, few, tokens),
     jnp.where(cuts.some, over, logprobs),
     kept,
+    *top,
   )
 
 
@@ -205,46 +232,3 @@ def sample_rows(
     return draw(z, draws)
 
   return layers.map_rows(rows, numerics, hidden, draws)
-
-
-@functools.partial(
-  jax.jit,
-  static_argnums=(0, 1),
-  static_argnames=('layout',),
-  donate_argnums=(3,),
-)
-def engine_step(
-  config: ModelConfig,
-  numerics: NumericsConfig,
-  params: Any,
-  cache: transformer.Cache,
-  tokens: Array,
-  positions: Array,
-  table: Array,
-  temperature: Array,
-  seeds: Array,
-  layout: mesh_lib.Layout | None = None,
-) -> tuple[Array, Array, Array, transformer.Cache]:
-  """One decode step over N rows, each of which draws.
-
-  Args:
-    config, numerics: static.
-    params: float32 parameters.
-    cache: donated.
-    tokens, positions: int32 [N].
-    table: int32 [N, M].
-    temperature: float32 [N].
-    seeds: uint32 [N].
-    layout: static; see `transformer.step`.
-
-  Returns:
-    (next token int32 [N], its logprob float32 [N], experts int16 [N, L, K],
-    cache). Rows that are not the last of their context are ignored by the
-    caller.
-  """
-  hidden, experts, cache = transformer.step(
-    params, config, numerics, cache, tokens, positions, table, layout
-  )
-  draws = Draws(temperature, seeds, positions)
-  drawn = answer(config, numerics, params, hidden, draws)
-  return drawn.tokens, drawn.logprobs, experts, cache

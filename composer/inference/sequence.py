@@ -49,7 +49,9 @@ class Sequence:
     self.experts = np.full(
       (size, layers, experts_per_token), records.UNKNOWN_EXPERT, np.int16
     )
-    self.kept: list[np.ndarray] = []  # ids, of every sampled token
+    self.kept: list[np.ndarray] | None = []  # ids, of every sampled token
+    self.top_ids: list[np.ndarray] = []  # [N], of every sampled token
+    self.top_logprobs: list[np.ndarray] = []
     self.pages: list[int] = []
     self.published = 0  # pages of this sequence already findable
     self.key = None  # key of the last of them
@@ -155,10 +157,32 @@ def _stops(sequence: Sequence, end: int) -> bool:
 
 
 def keep(sequence: Sequence, packed: np.ndarray, vocab: int) -> None:
-  """Notes what n tokens were drawn among; packed uint8 [n, ceil(V / 8)]."""
+  """Notes what n tokens were drawn among; packed uint8 [n, ceil(V / 8)].
+
+  Ids of a large vocabulary are many: all of them are noted as none, and more
+  than the request wants end the noting.
+  """
+  most = sequence.request.max_kept
   for row in packed:
-    bits = np.unpackbits(row, count=vocab)
-    sequence.kept.append(np.flatnonzero(bits).astype(np.int32))
+    if sequence.kept is None:
+      return
+    ids = np.flatnonzero(np.unpackbits(row, count=vocab)).astype(np.int32)
+    if len(ids) == vocab:
+      ids = ids[:0]
+    sequence.kept.append(ids)
+    if most is not None and len(ids) > most:
+      sequence.kept = None
+
+
+def tell(
+  sequence: Sequence, top_ids: np.ndarray, top_logprobs: np.ndarray
+) -> None:
+  """Notes the likeliest tokens of n distributions, [n, N].
+
+  Copies: a view would hold what all sequences of the step were told.
+  """
+  sequence.top_ids += list(top_ids.copy())
+  sequence.top_logprobs += list(top_logprobs.copy())
 
 
 def piece(sequence: Sequence) -> records.Piece | None:
@@ -167,13 +191,25 @@ def piece(sequence: Sequence) -> records.Piece | None:
     return None
   new = slice(sequence.told, sequence.length)
   drawn = slice(new.start - sequence.prompt, new.stop - sequence.prompt)
+  keeps = sequence.cuts and sequence.kept is not None
   sequence.told = sequence.length
   return records.Piece(
     tokens=sequence.tokens[new].copy(),
     logprobs=sequence.logprobs[new].copy(),
     versions=sequence.versions[new].copy(),
-    kept=tuple(sequence.kept[drawn]) if sequence.cuts else None,
+    kept=tuple(sequence.kept[drawn]) if keeps else None,
+    **_told(sequence, drawn),
   )
+
+
+def _told(sequence: Sequence, drawn: slice) -> dict[str, np.ndarray]:
+  """`top_ids` and `top_logprobs` of some sampled tokens."""
+  if not sequence.request.top_logprobs:
+    return {}
+  return {
+    name: np.stack(getattr(sequence, name)[drawn])
+    for name in ('top_ids', 'top_logprobs')
+  }
 
 
 def ragged(kept: list[np.ndarray]) -> dict[str, np.ndarray]:
@@ -194,7 +230,8 @@ def completion(sequence: Sequence) -> records.Completion:
     experts=sequence.experts[: sequence.length].copy(),
     computed_versions=sequence.computed_versions[: sequence.length].copy(),
     stop_reason=sequence.stop_reason,
-    **(ragged(sequence.kept) if sequence.cuts else {}),
+    **(ragged(sequence.kept) if sequence.cuts and sequence.kept else {}),
+    **_told(sequence, slice(None)),
   )
 
 

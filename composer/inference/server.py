@@ -7,9 +7,10 @@
     POST /v1/sessions/ID/feedback      what a user said of it
     GET  /health, /metrics
 
-Beyond OpenAI's fields, requests take `top_k`, `min_p`, `stop_token_ids`,
-`return_tokens`, `return_experts`, `record` and the session (header X-Session-Id
-or `metadata.session_id`); answers have `session_id`, `reasoning_content`,
+Beyond OpenAI's fields, requests take `structured_outputs`, `top_k`, `min_p`, `stop_token_ids`,
+`min_tokens`, `ignore_eos`, `return_token_ids`, `return_tokens`,
+`return_experts`, `record` and the session (header X-Session-Id or
+`metadata.session_id`); answers have `session_id`, `reasoning_content`,
 `broken_calls` and `tokens` (`server_shapes`).
 
 A server listens on loopback unless told otherwise, and elsewhere only with a
@@ -17,7 +18,8 @@ bearer token. What a client gets wrong is answered in OpenAI's shape and logged,
 and touches nobody else: a body is refused by its length before it is read, a
 request whose client leaves is cancelled in the engine.
 
-Settings are in `server_state`; bodies are read by `server_requests`, answered by
+Settings are in `server_state`; bodies are read by `server_requests`, bound to a
+form by `server_grammar`, sampled by `server_sampling`, answered by
 `server_answers`, worded by `server_text` and `server_shapes`.
 """
 
@@ -40,13 +42,14 @@ from composer.inference import server_answers
 from composer.inference import server_metrics
 from composer.inference import server_requests
 from composer.inference import server_sessions
-from composer.inference.server_requests import ApiError
 from composer.inference.server_state import LOG
 from composer.inference.server_state import Engine
 from composer.inference.server_state import Server
 from composer.inference.server_state import ServerConfig
 from composer.inference.server_state import is_loopback
 from composer.inference.server_state import validate
+from composer.inference.server_values import ApiError
+from composer.inference.server_values import invalid
 from composer.templates.protocol import Template
 
 SERVER = web.AppKey('server', Server)
@@ -188,7 +191,10 @@ async def _outermost(
   except ConnectionError as error:
     server.metrics.cancelled += 1
     LOG.info('%s %s: the client left: %s', request.method, name, error)
-    raise
+    if request.transport is not None:
+      request.transport.abort()
+    # It reaches nobody; raised, the error would be logged as a fault of ours.
+    return web.Response(status=499)
   except ApiError as error:
     failed = error
   except web.HTTPException as error:
@@ -300,17 +306,13 @@ async def _body(server: Server, request: web.Request) -> bytes:
 
 
 async def _served(request: web.Request, answer) -> web.StreamResponse:
-  """Answers a request that samples, if there is room for one more."""
+  """Answers a request that has a body, if there is room for one more."""
   server = request.app[SERVER]
   if server.draining:
     raise ApiError('the server stops', status=503, kind='server_error')
   if len(server.active) >= server.config.max_requests:
-    raise ApiError(
-      f'{len(server.active)} requests are being answered; come back in a while',
-      status=429,
-      kind='rate_limit_error',
-      code='rate_limit_exceeded',
-    )
+    count = len(server.active) + 1
+    raise server_answers.too_many(f'{count} requests', server)
   task = asyncio.current_task()
   assert task is not None
   server.active.add(task)
@@ -339,6 +341,7 @@ def _about(server: Server) -> dict[str, Any]:
     'owned_by': 'composer',
     'version': server.engine.version,
     'max_context': server.max_context,
+    'max_model_len': server.max_context,  # as others name it
     'template': server.template.name,
   }
 
@@ -381,7 +384,9 @@ async def _metrics(request: web.Request) -> web.Response:
   gauges = {
     'active_requests': len(server.active),
     'sessions': len(server.table),
+    'answers': server.answers,
     'session_tokens': server.table.tokens,
+    'session_feedback_bytes': server.table.feedback_bytes,
     'sessions_expired': server.table.expired,
   }
   lines = server_metrics.text(server.metrics, server.engine.stats, gauges)
@@ -438,23 +443,28 @@ async def _feedback(request: web.Request) -> web.Response:
   `value` how good it was, larger being better. A second one does not replace
   the first.
   """
-  server = request.app[SERVER]
-  body = server_requests.load(await _body(server, request))
+  return await _served(request, _add_feedback)
+
+
+async def _add_feedback(
+  server: Server, request: web.Request, data: bytes
+) -> web.Response:
+  body = server_requests.load(data)
   session = _found(request)
   kind, value = body.get('kind'), body.get('value')
   if not isinstance(kind, str) or not 0 < len(kind) <= 64:
-    raise server_requests.invalid('kind must be 1 to 64 characters', 'kind')
+    raise invalid('kind must be 1 to 64 characters', 'kind')
   if type(value) not in (int, float) or not math.isfinite(value):
-    raise server_requests.invalid('value must be a finite number', 'value')
+    raise invalid('value must be a finite number', 'value')
   surplus = sorted(set(body) - {'kind', 'value', 'detail'})
   if surplus:
-    raise server_requests.invalid(
+    raise invalid(
       f'unknown parameter: {surplus[0][:80]!r}', surplus[0][:80],
       'unknown_parameter',
     )  # fmt: skip
   detail = body.get('detail')
   if len(json.dumps(detail)) > 65536:
-    raise server_requests.invalid('detail is more than 64 KB', 'detail')
+    raise invalid('detail is more than 64 KB', 'detail')
   feedback = {
     'kind': kind, 'value': value, 'detail': detail, 'time': time.time(),
   }  # fmt: skip

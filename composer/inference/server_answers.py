@@ -1,8 +1,10 @@
 """Chat completions and completions: from a body to an answer, whole or streamed.
 
 1. read the body (`server_requests`), find what was sampled before in the
-   conversation (`server_sessions`), render the context;
-2. ask the engine for n answers, reading the tokens as they come;
+   conversation (`server_sessions`), render the context, and compile the form
+   that the answer must have (`server_grammar`);
+2. ask the engine for n answers, reading the tokens as they come
+   (`server_sampling`);
 3. record the session, then send the answer: what could not be sent is taken
    back, so that a client that left leaves nothing.
 """
@@ -21,16 +23,19 @@ from typing import Any
 from aiohttp import web
 import numpy as np
 
-from composer.inference import sequence
+from composer.inference import server_grammar
 from composer.inference import server_requests
+from composer.inference import server_sampling
 from composer.inference import server_shapes
 from composer.inference import server_text
-from composer.inference.server_requests import ApiError
 from composer.inference.server_requests import Wanted
+from composer.inference.server_sampling import Prompt
 from composer.inference.server_sessions import Session
 from composer.inference.server_shapes import Choice
 from composer.inference.server_state import LOG
 from composer.inference.server_state import Server
+from composer.inference.server_values import ApiError
+from composer.inference.server_values import invalid
 from composer.records import Completion
 from composer.records import EngineError
 from composer.records import Piece
@@ -43,18 +48,6 @@ RETRY_HEADER = 'x-stainless-retry-count'  # of OpenAI's clients
 LARGE = 1 << 16  # bytes of a body that is rendered on a thread
 LAST_S = 5.0  # for a client to read why its stream ends
 _EVENTS = {'Content-Type': 'text/event-stream', 'Cache-Control': 'no-cache'}
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-  """A context to go on from, and how the answer reads.
-
-  `conversation` is the digest of a chat's messages, b'' of a completion's.
-  """
-
-  context: np.ndarray  # int32 [P]
-  turn: server_text.Turn
-  conversation: bytes = b''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,21 +64,25 @@ class Job:
 
 async def chat(server: Server, request: web.Request, body: bytes):
   """POST /v1/chat/completions."""
-  parsed = server_requests.chat(
-    server_requests.load(body), request.headers.get(SESSION_HEADER, '')
+  header = request.headers.get(SESSION_HEADER, '')
+  large = len(body) > LARGE
+  parsed = await _aside(
+    large, lambda: server_requests.chat(server_requests.load(body), header)
   )
   _check_model(server, parsed.model)
   messages, conversation = server.table.with_tokens(
     parsed.messages, parsed.wanted.session
   )
-  render = _render_chat
-  if len(body) > LARGE:
-    prompt = await asyncio.to_thread(
-      render, server, parsed, messages, conversation
-    )
-  else:
-    prompt = render(server, parsed, messages, conversation)
+  prompt = await _aside(
+    large or parsed.formed,
+    lambda: _render_chat(server, parsed, messages, conversation),
+  )
   return await _answer(server, request, 'chat', (prompt,), parsed.wanted)
+
+
+async def _aside(much: bool, work: Callable[[], Any]) -> Any:
+  """Does work, on a thread where it is much: no other answer waits for it."""
+  return await asyncio.to_thread(work) if much else work()
 
 
 def _render_chat(
@@ -96,42 +93,89 @@ def _render_chat(
 ) -> Prompt:
   template, tokenizer = server.template, server.tokenizer
   tools = () if parsed.calls == 'none' else parsed.tools
-  forced: tuple[int, ...] = ()
+  forced, masks = _form(server, parsed, tools)
   try:
-    if parsed.calls not in ('none', 'auto'):
-      forced = server_text.forced_call(
-        template, tokenizer, parsed.calls if parsed.named else None
-      )
     ids = template.render(tokenizer, messages, tools)
   except ValueError as error:
     raise ApiError(str(error), param='messages') from error
   context = [*ids, *template.open_turn(tokenizer), *forced]
-  return Prompt(
-    np.array(context, np.int32),
-    server_text.Turn(
-      template, tokenizer, forced, bool(tools), parsed.wanted.stop
-    ),
-    conversation,
+  turn = server_text.Turn(
+    template, tokenizer, forced, bool(tools), parsed.wanted.stop
   )
+  return Prompt(np.array(context, np.int32), turn, conversation, masks)
+
+
+def _form(server: Server, parsed: server_requests.Chat, tools: Sequence[Any]):
+  """(ids written for the model, masks of what it must say or None)."""
+  if not parsed.formed:
+    return (), None
+  of, forced, form = (server.template, server.tokenizer), (), parsed.form
+  param = 'tools' if parsed.forced or form is None else form.param
+  with _forming(param):
+    if parsed.forced:
+      name = parsed.calls if parsed.named else None
+      forced, grammar = server_grammar.forced_call(*of, tools, name)
+    elif form is not None:
+      grammar = server_grammar.answer(*of, form, tools)
+    else:
+      grammar = server_grammar.free_calls(*of, tools, parsed.single)
+    return forced, _masks(server, grammar)
+
+
+@contextlib.contextmanager
+def _forming(param: str):
+  """What cannot be kept is the client's error in `param`."""
+  if why := server_grammar.missing():
+    raise ApiError(why, status=501, kind='server_error', code='not_installed')
+  try:
+    yield
+  except ValueError as error:
+    raise invalid(str(error), param, 'invalid_schema') from error
+
+
+def _masks(server: Server, grammar: server_grammar.Grammar):
+  if server.vocabulary is None:
+    end = server.template.stops(server.tokenizer)[0]
+    server.vocabulary = server_grammar.open_vocabulary(
+      server.tokenizer, server.vocab_size, end
+    )
+  return server_grammar.compile_grammar(server.vocabulary, grammar)
 
 
 async def completions(server: Server, request: web.Request, body: bytes):
   """POST /v1/completions."""
-  parsed = server_requests.completions(
-    server_requests.load(body), request.headers.get(SESSION_HEADER, '')
-  )
-  _check_model(server, parsed.model)
-  turn = server_text.Turn(
-    server.template, server.tokenizer, stop=parsed.wanted.stop, chat=False
-  )
-  prompts = []
-  for prompt in parsed.prompts:
-    ids = server.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    _check_ids(server, ids, 'prompt')
-    if not len(ids):
-      raise server_requests.invalid('a prompt is empty', 'prompt')
-    prompts.append(Prompt(np.array(ids, np.int32), turn))
-  return await _answer(server, request, 'text', tuple(prompts), parsed.wanted)
+  header = request.headers.get(SESSION_HEADER, '')
+
+  def read() -> tuple[tuple[Prompt, ...], Wanted]:
+    parsed = server_requests.completions(server_requests.load(body), header)
+    _check_model(server, parsed.model)
+    turn = server_text.Turn(
+      server.template, server.tokenizer, stop=parsed.wanted.stop, chat=False
+    )
+    masks, form = None, parsed.form
+    if form is not None:
+      with _forming(form.param):
+        masks = _masks(server, server_grammar.text(form))
+    prompts = [_prompt(server, x, turn, masks) for x in parsed.prompts]
+    return tuple(prompts), parsed.wanted
+
+  much = len(body) > LARGE or b'"response_format"' in body
+  much |= b'"structured_outputs"' in body
+  prompts, wanted = await _aside(much, read)
+  return await _answer(server, request, 'text', prompts, wanted)
+
+
+def _prompt(
+  server: Server,
+  prompt: str | tuple[int, ...],
+  turn: server_text.Turn,
+  masks: Callable[[], server_grammar.Mask] | None,
+) -> Prompt:
+  ids = server.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+  server_sampling.check_ids(server, ids, 'prompt')
+  if not len(ids):
+    raise invalid('a prompt is empty', 'prompt')
+  return Prompt(np.array(ids, np.int32), turn, masks=masks)
 
 
 def _check_model(server: Server, model: str) -> None:
@@ -145,156 +189,10 @@ def _check_model(server: Server, model: str) -> None:
     )
 
 
-def _check_ids(server: Server, ids: Sequence[int], param: str) -> None:
-  if len(ids) and not 0 <= min(ids) <= max(ids) < server.vocab_size:
-    bad = min(ids) if min(ids) < 0 else max(ids)
-    raise server_requests.invalid(
-      f'token id {bad} must lie in 0..{server.vocab_size - 1}', param
-    )
-
-
-# --- sampling ----------------------------------------------------------------
-
-
-def sample_requests(
-  server: Server, prompt: Prompt, wanted: Wanted, seed: int
-) -> list[SampleRequest]:
-  """n requests to the engine, the seeds counting up from `seed`."""
-  room = server.max_context - len(prompt.context)
-  limit = wanted.max_tokens
-  if limit is None:
-    limit = max(min(server.config.max_tokens, room), 1)
-  if limit > room:
-    raise ApiError(
-      f"this model's context is {server.max_context} tokens; the prompt has"
-      f' {len(prompt.context)}, and {limit} are to be sampled. Shorten either',
-      param='messages' if prompt.conversation else 'prompt',
-      code='context_length_exceeded',
-    )
-  stops = wanted.stop_tokens
-  if stops is None:
-    stops = tuple(server.template.stops(server.tokenizer))
-  else:
-    _check_ids(server, stops, 'stop_token_ids')
-  for run in wanted.stop_sequences:
-    _check_ids(server, run, 'stop_token_ids')
-  return [
-    SampleRequest(
-      tokens=prompt.context,
-      max_tokens=limit,
-      stop_tokens=stops,
-      temperature=wanted.temperature,
-      seed=(seed + i) & 0xFFFFFFFF,
-      top_p=wanted.top_p,
-      top_k=wanted.top_k,
-      min_p=wanted.min_p,
-      stop_sequences=wanted.stop_sequences,
-    )
-    for i in range(wanted.n)
-  ]
-
-
-async def sample(
-  server: Server,
-  request: SampleRequest,
-  reader: server_text.Reader,
-  on_piece: Callable[[Piece, server_text.Delta], None] | None = None,
-) -> Completion:
-  """Samples one answer, read by `reader` as it comes.
-
-  A stop string may end within a token, and be spelt by any tokens, so the
-  engine cannot know it. Once the reader has found one, the engine is told to
-  stop, and the answer is made of the pieces: their routes are then unknown.
-
-  Args:
-    on_piece: called with new tokens and the text that they made certain.
-  """
-  if on_piece is None and not reader.turn.stop:
-    completion = await server.engine.sample(request)
-    reader.feed(completion.tokens)
-    return completion
-  pieces: list[Piece] = []
-  stopped = asyncio.get_running_loop().create_future()
-
-  def take(piece: Piece) -> None:
-    if reader.stopped:
-      return
-    pieces.append(piece)
-    before = reader.count
-    delta = reader.feed(piece.tokens)
-    if on_piece is not None:
-      on_piece(_part(piece, reader.count - before), delta)
-    if reader.stopped and not stopped.done():
-      stopped.set_result(None)
-
-  task = asyncio.ensure_future(
-    server.engine.sample(dataclasses.replace(request, on_tokens=take))
-  )
-  try:
-    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if not task.done():
-      return _of_pieces(server, request, pieces, reader.count)
-    completion = task.result()
-  finally:
-    task.cancel()
-  seen = sum(len(piece.tokens) for piece in pieces)
-  if seen < len(completion.tokens):  # an engine that gives no pieces
-    take(_piece(completion, seen))
-  return _cut(completion, reader.count) if reader.stopped else completion
-
-
-def _part(piece: Piece, count: int) -> Piece:
-  return Piece(
-    piece.tokens[:count], piece.logprobs[:count], piece.versions[:count]
-  )
-
-
-def _piece(completion: Completion, start: int) -> Piece:
-  return Piece(
-    completion.tokens[start:],
-    completion.logprobs[start:],
-    completion.versions[start:],
-  )
-
-
-def _cut(completion: Completion, count: int) -> Completion:
-  """The answer up to its `count`-th token."""
-  end = len(completion.experts) - len(completion.tokens) + count
-  offsets = completion.kept_offsets
-  return dataclasses.replace(
-    completion,
-    tokens=completion.tokens[:count],
-    logprobs=completion.logprobs[:count],
-    versions=completion.versions[:count],
-    experts=completion.experts[:end],
-    computed_versions=completion.computed_versions[:end],
-    stop_reason='stop',
-    kept_ids=None if offsets is None else completion.kept_ids[: offsets[count]],
-    kept_offsets=None if offsets is None else offsets[: count + 1],
-  )
-
-
-def _of_pieces(
-  server: Server, request: SampleRequest, pieces: Sequence[Piece], count: int
-) -> Completion:
-  """An answer that was stopped here; what was not told of it is unknown."""
-  total = len(request.tokens) + count
-  shape = server.table.shape
-  kept = [ids for x in pieces for ids in x.kept or ()][:count]
-  return Completion(
-    tokens=np.concatenate([x.tokens for x in pieces])[:count],
-    logprobs=np.concatenate([x.logprobs for x in pieces])[:count],
-    versions=np.concatenate([x.versions for x in pieces])[:count],
-    experts=np.full((total, *shape), -1, np.int16),
-    computed_versions=np.full(total, -1, np.int32),
-    stop_reason='stop',
-    **(sequence.ragged(kept) if kept else {}),
-  )
-
-
 def _choice(
   index: int,
   prompt: Prompt,
+  request: SampleRequest,
   completion: Completion,
   reader: server_text.Reader,
 ) -> Choice:
@@ -309,6 +207,7 @@ def _choice(
     said,
     finish,
     tuple(x.id or f'call_{secrets.token_hex(12)}' for x in said.calls),
+    server_sampling.trainable(request, completion),
   )
 
 
@@ -327,6 +226,15 @@ def record(
     own = choices[i * wanted.n : (i + 1) * wanted.n]
     if not name:
       continue
+    lost = sum(not x.trainable for x in own)
+    if lost:
+      server.metrics.unrecorded += lost
+      LOG.info(
+        'session %s: an answer was drawn among more than max_kept=%d ids and is'
+        ' recorded as context',
+        name,
+        server.config.max_kept,
+      )
     try:
       session = server.table.record(
         name,
@@ -334,6 +242,7 @@ def record(
         [x.completion for x in own],
         wanted.temperature,
         named=bool(wanted.session),
+        trainable=[x.trainable for x in own],
       )
       sessions.append((session, own[0].completion))
     except BadCompletion as error:
@@ -382,7 +291,9 @@ async def _answer(
   asked = [
     (prompt, one)
     for i, prompt in enumerate(prompts)
-    for one in sample_requests(server, prompt, wanted, seed + i * wanted.n)
+    for one in server_sampling.sample_requests(
+      server, prompt, wanted, seed + i * wanted.n
+    )
   ]
   retry = request.headers.get(RETRY_HEADER, '0') != '0'
   names = tuple(
@@ -396,27 +307,82 @@ async def _answer(
     kind, prompts, wanted, f'{word}-{secrets.token_hex(12)}', int(time.time()),
     names,
   )  # fmt: skip
-  response = None
-  if wanted.stream:
-    response = web.StreamResponse(headers={**_EVENTS, **_headers(job)})
-  try:
-    async with asyncio.timeout(server.config.request_s):
-      if response is None:
-        response, choices = await _whole(server, request, job, asked)
-      else:
-        choices = await _stream(server, request, response, job, asked, began)
-  except (TimeoutError, EngineError, ValueError) as error:
-    failed = _as_api_error(server, error)
-    if response is None or not response.prepared:
-      raise failed from error
-    LOG.warning('%s: %s after the answer had begun', request.path, failed)
-    await _send_last(request, response, failed.body())
-    return response
+  with _counted(server, len(asked)):
+    response, choices = await _sent(server, request, job, asked, began)
   metrics = server.metrics
   metrics.prompt_tokens += sum(len(x.context) for x in prompts)
   metrics.sampled_tokens += sum(len(x.completion.tokens) for x in choices)
   metrics.whole.add(time.monotonic() - began)
   return response
+
+
+def too_many(what: str, server: Server) -> ApiError:
+  """Refuses for now."""
+  return ApiError(
+    f'{what} are more than the {server.config.max_requests} that are under way'
+    ' at once; come back in a while',
+    status=429,
+    kind='rate_limit_error',
+    code='rate_limit_exceeded',
+  )
+
+
+@contextlib.contextmanager
+def _counted(server: Server, answers: int):
+  """Makes room for answers; raises where there is none."""
+  under_way, most = server.answers, server.config.max_requests
+  if under_way and under_way + answers > most:
+    raise too_many(f'{under_way + answers} answers', server)
+  server.answers += answers
+  try:
+    yield
+  finally:
+    server.answers -= answers
+
+
+async def _sent(
+  server: Server,
+  request: web.Request,
+  job: Job,
+  asked: Sequence[tuple[Prompt, SampleRequest]],
+  began: float,
+) -> tuple[web.StreamResponse, Sequence[Choice]]:
+  """Samples, records and sends; what fails before anything is sent is raised.
+
+  Behind that the status is sent already: a stream ends with the error, an answer
+  in one piece is broken off.
+  """
+  streams, choices = job.wanted.stream, []
+  response = None
+  if streams:
+    response = web.StreamResponse(headers={**_EVENTS, **_headers(job)})
+  try:
+    async with asyncio.timeout(server.config.request_s):
+      if streams:
+        choices = await _stream(server, request, response, job, asked, began)
+      else:
+        choices, text = await _whole(server, job, asked)
+        response = web.Response(
+          text=text, content_type='application/json', headers=_headers(job)
+        )
+        with _recorded(server, job, choices):
+          await response.prepare(request)
+          await response.write_eof()
+  except (TimeoutError, EngineError, ValueError) as error:
+    failed = _as_api_error(server, error)
+    if response is None or not response.prepared:
+      raise failed from error
+    LOG.warning('%s: %s after the answer had begun', request.path, failed)
+    if not streams:
+      _break_off(request)
+      raise ConnectionResetError('it did not read its answer') from error
+    await _send_last(request, response, failed.body())
+  return response, choices
+
+
+def _break_off(request: web.Request) -> None:
+  if request.transport is not None:
+    request.transport.abort()
 
 
 def _as_api_error(server: Server, error: Exception) -> ApiError:
@@ -454,12 +420,16 @@ def _headers(job: Job) -> dict[str, str]:
   return {SESSION_HEADER: job.sessions[0]} if named else {}
 
 
-async def _whole(server: Server, request: web.Request, job: Job, asked):
+async def _whole(
+  server: Server, job: Job, asked: Sequence[tuple[Prompt, SampleRequest]]
+) -> tuple[list[Choice], str]:
+  """(the answers, the body that tells of them)."""
+
   async def one(index: int, prompt: Prompt, wanted: SampleRequest) -> Choice:
     reader = server_text.Reader(prompt.turn)
-    completion = await sample(server, wanted, reader)
+    completion = await server_sampling.sample(server, wanted, reader)
     reader.finish()
-    return _choice(index, prompt, completion, reader)
+    return _choice(index, prompt, wanted, completion, reader)
 
   choices = await _all(
     [one(i, prompt, x) for i, (prompt, x) in enumerate(asked)]
@@ -468,24 +438,14 @@ async def _whole(server: Server, request: web.Request, job: Job, asked):
   shape = server_shapes.chat_choice if chatting else server_shapes.text_choice
 
   def worded() -> str:
-    told = [
-      shape(server.tokenizer, x, wanted.logprobs, wanted.tokens, wanted.experts)
-      for x in choices
-    ]
+    told = [shape(server.tokenizer, x, wanted) for x in choices]
     word = 'chat.completion' if chatting else 'text_completion'
     usage = _usage(job, choices)
     body = {**_outer(server, job, word), 'choices': told, 'usage': usage}
     return json.dumps(body, ensure_ascii=False)
 
-  # Routes may be a hundred megabytes: no other answer waits for them.
-  text = await asyncio.to_thread(worded) if wanted.experts else worded()
-  response = web.Response(
-    text=text, content_type='application/json', headers=_headers(job)
-  )
-  with _recorded(server, job, choices):
-    await response.prepare(request)
-    await response.write_eof()
-  return response, choices
+  # Routes may be a hundred megabytes.
+  return choices, await _aside(wanted.experts or wanted.top > 0, worded)
 
 
 def _usage(job: Job, choices: Sequence[Choice]) -> dict[str, int]:
@@ -510,8 +470,7 @@ async def _send_last(
       await _send(response, event)
       await response.write_eof()
   except TimeoutError:
-    if request.transport is not None:
-      request.transport.abort()
+    _break_off(request)
     raise ConnectionResetError(
       f'it did not read the end of its stream within {LAST_S:g} s'
     ) from None
@@ -597,12 +556,12 @@ async def _one_streamed(
       inner['logprobs'] = logprobs
     events.put_nowait((index, inner))
 
-  completion = await sample(
+  completion = await server_sampling.sample(
     server, wanted, reader, lambda piece, delta: told(delta, piece)
   )
   sent = len(reader.thinking), len(reader.content)
   reader.finish()
-  choice = _choice(index, prompt, completion, reader)
+  choice = _choice(index, prompt, wanted, completion, reader)
   rest = server_text.Delta(
     choice.said.thinking[sent[0] :], choice.said.content[sent[1] :]
   )
@@ -619,11 +578,9 @@ def _chat_delta(delta: server_text.Delta) -> dict[str, str]:
 
 def _logprobs(server: Server, job: Job, piece: Piece, offset: int):
   if job.kind == 'chat':
-    return server_shapes.chat_logprobs(
-      server.tokenizer, piece.tokens, piece.logprobs
-    )
+    return server_shapes.chat_logprobs(server.tokenizer, piece, job.wanted.top)
   return server_shapes.text_logprobs(
-    server.tokenizer, piece.tokens, piece.logprobs, offset
+    server.tokenizer, piece, job.wanted.top, offset
   )
 
 
@@ -635,6 +592,4 @@ def _endings(job: Job, choice: Choice) -> list[dict[str, Any]]:
   else:
     inner, last = [], {'text': ''}
   last['finish_reason'] = choice.finish
-  if job.wanted.tokens or job.wanted.experts:
-    last['tokens'] = server_shapes.tokens_field(choice, job.wanted.experts)
-  return [*inner, last]
+  return [*inner, {**last, **server_shapes.extras(choice, job.wanted)}]

@@ -29,6 +29,7 @@ class Metrics:
   Attributes:
     requests: (route, status) -> answered requests.
     cancelled: requests whose client left.
+    unrecorded: answers that were recorded as context alone (`max_kept`).
     prompt_tokens, sampled_tokens: of answered requests.
     first_token, whole: seconds of streamed, and of all sampling requests.
   """
@@ -36,6 +37,7 @@ class Metrics:
   def __init__(self):
     self.requests: collections.Counter[tuple[str, int]] = collections.Counter()
     self.cancelled = 0
+    self.unrecorded = 0
     self.prompt_tokens = 0
     self.sampled_tokens = 0
     self.first_token = Histogram()
@@ -56,7 +58,7 @@ def text(
   for (route, status), count in sorted(metrics.requests.items()):
     labels = f'{{route="{route}",status="{status}"}}'
     yield f'composer_requests_total{labels} {count}'
-  for name in ('cancelled', 'prompt_tokens', 'sampled_tokens'):
+  for name in ('cancelled', 'unrecorded', 'prompt_tokens', 'sampled_tokens'):
     yield f'# TYPE composer_{name}_total counter'
     yield f'composer_{name}_total {getattr(metrics, name)}'
   yield from _histogram('composer_first_token_seconds', metrics.first_token)

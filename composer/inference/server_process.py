@@ -372,10 +372,19 @@ def _follow(subscriber, options, source, engine, stop, say: Say) -> None:
       problem = '; '.join(subscriber.problems)
       if update is not None:
         _activate(subscriber, options, source, engine, update, say)
-    except EngineError:
-      return  # the server tells of it
+    except EngineError as error:
+      problem = str(error)
+      try:
+        engine.check()  # it may only have been slow, and goes on then
+      except EngineError:
+        LOG.error('no more weights are followed: %s', error)
+        return
     except (store.BrokenWeights, OSError, ValueError) as error:
       problem = str(error)
+    except Exception as error:  # ours: told, and the next version is tried
+      if str(error) != told:
+        LOG.exception('following %s', options.exchange)
+      problem = told = str(error)
     if problem and problem != told:
       LOG.warning('version %s stays: %s', engine.version, problem)
     told = problem

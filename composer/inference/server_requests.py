@@ -11,52 +11,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import json
-import math
 import re
 from typing import Any
 
 from composer.chat import Call
+from composer.inference import server_forms
+from composer.inference.server_values import ApiError
+from composer.inference.server_values import flag
+from composer.inference.server_values import invalid
+from composer.inference.server_values import number
+from composer.inference.server_values import whole
 from composer.templates.protocol import Message
 
 CHOICES = 128  # prompts times n, of one request
 STOPS = 16  # stop strings
+TOP = 20  # likeliest tokens that are told of, as OpenAI has it
 MESSAGES = 8192
-TOOLS = 512
-DEPTH = 32  # of a tool's schema
 SESSION = re.compile(r'[A-Za-z0-9][A-Za-z0-9._:-]{0,127}')  # a folder's name
-_NAME = re.compile(r'[A-Za-z0-9_.-]{1,64}')
-_TYPES = ('object', 'array', 'string', 'number', 'integer', 'boolean', 'null')
-INVALID = 'invalid_request_error'
-
-
-class ApiError(Exception):
-  """An error as OpenAI's API words it; `status` is that of HTTP."""
-
-  def __init__(
-    self,
-    message: str,
-    *,
-    status: int = 400,
-    kind: str = INVALID,
-    param: str | None = None,
-    code: str | None = None,
-  ):
-    super().__init__(message)
-    self.status, self.kind, self.param, self.code = status, kind, param, code
-
-  def body(self) -> dict[str, Any]:
-    return {
-      'error': {
-        'message': str(self),
-        'type': self.kind,
-        'param': self.param,
-        'code': self.code,
-      }
-    }
-
-
-def invalid(message: str, param: str, code: str = 'invalid_value') -> ApiError:
-  return ApiError(message, param=param, code=code)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +43,10 @@ class Wanted:
     stop_tokens: ids that end it; None: those of the template.
     stop_sequences: runs of ids that end it.
     stream, usage: in pieces; and the counts of tokens as the last.
+    min_tokens: before which no stop token is drawn.
     logprobs: of every sampled token, in OpenAI's form.
+    top: likeliest tokens that are told beside each.
+    ids: of prompt and answer, as other servers give them.
     tokens, experts: the project's own fields in the answer.
     session: id, or ''.
     record: whether the session is recorded.
@@ -88,9 +62,12 @@ class Wanted:
   stop: tuple[str, ...]
   stop_tokens: tuple[int, ...] | None
   stop_sequences: tuple[tuple[int, ...], ...]
+  min_tokens: int
   stream: bool
   usage: bool
   logprobs: bool
+  top: int
+  ids: bool
   tokens: bool
   experts: bool
   session: str
@@ -99,23 +76,47 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-  """A body of /v1/chat/completions. `calls` is 'none', 'auto', 'required', or
-  the name of the tool that is to be called."""
+  """A body of /v1/chat/completions.
+
+  Attributes:
+    model, messages, tools: as given.
+    calls: 'none', 'auto', 'required', or the name of the tool to be called.
+    named: `calls` is a name.
+    bound: calls of the model's own choice must fit their tools: one is strict,
+      or there shall be one call at most (`single`).
+    form: of an answer in words, or None.
+    wanted: see there.
+  """
 
   model: str
   messages: tuple[Message, ...]
   tools: tuple[Mapping[str, Any], ...]
   calls: str
-  named: bool  # `calls` is a name
+  named: bool
+  bound: bool
+  single: bool
+  form: server_forms.Form | None
   wanted: Wanted
+
+  @property
+  def formed(self) -> bool:
+    """Whether a grammar must be kept."""
+    return self.form is not None or self.bound or self.forced
+
+  @property
+  def forced(self) -> bool:
+    """Whether the answer must be a call."""
+    return self.calls not in ('none', 'auto')
 
 
 @dataclasses.dataclass(frozen=True)
 class Completions:
-  """A body of /v1/completions; a prompt is a text or token ids."""
+  """A body of /v1/completions; a prompt is a text or token ids, `form` as of
+  `Chat`."""
 
   model: str
   prompts: tuple[str | tuple[int, ...], ...]
+  form: server_forms.Form | None
   wanted: Wanted
 
 
@@ -124,7 +125,6 @@ _NEUTRAL = (
   'user',
   'store',
   'service_tier',
-  'parallel_tool_calls',
   'prompt_cache_key',
   'prompt_cache_retention',
   'safety_identifier',
@@ -133,9 +133,8 @@ _NEUTRAL = (
 _FIXED: Mapping[str, tuple[Any, ...]] = {
   'frequency_penalty': (0,),
   'presence_penalty': (0,),
+  'repetition_penalty': (1,),
   'logit_bias': ({},),
-  'top_logprobs': (0,),
-  'response_format': ({'type': 'text'},),
   'modalities': (['text'],),
   'best_of': (1,),
   'echo': (False,),
@@ -152,15 +151,27 @@ _SHARED = (
   'seed',
   'stop',
   'stop_token_ids',
+  'min_tokens',
+  'ignore_eos',
   'stream',
   'stream_options',
   'logprobs',
   'metadata',
+  'parallel_tool_calls',
+  'response_format',
+  'structured_outputs',
+  'return_token_ids',
   'return_tokens',
   'return_experts',
   'record',
 )
-_OF_CHAT = ('messages', 'tools', 'tool_choice', 'max_completion_tokens')
+_OF_CHAT = (
+  'messages',
+  'tools',
+  'tool_choice',
+  'top_logprobs',
+  'max_completion_tokens',
+)
 
 
 def load(body: bytes) -> dict[str, Any]:
@@ -190,19 +201,29 @@ def _no_number(name: str) -> None:
 def chat(body: Mapping[str, Any], session: str) -> Chat:
   """A body of /v1/chat/completions; `session` is that of the header, or ''."""
   _refuse_unknown(body, (*_SHARED, *_OF_CHAT))
-  tools = _tools(body.get('tools', []))
-  calls, named = _tool_choice(body, tools)
-  limit = _whole(body, 'max_completion_tokens', None, 1)
+  tools = server_forms.tools_of(body.get('tools', []))
+  calls, named = server_forms.tool_choice(body, tools)
+  limit = whole(body, 'max_completion_tokens', None, 1)
   wanted = _wanted(body, session)
   if limit is not None:
     wanted = dataclasses.replace(wanted, max_tokens=limit)
+  top = whole(body, 'top_logprobs', 0, 0, TOP)
+  if top and not wanted.logprobs:
+    raise invalid(f'top_logprobs={top} needs logprobs=true', 'top_logprobs')
+  single = not flag(body, 'parallel_tool_calls', True)
+  strict = any(tool['function'].get('strict') for tool in tools)
+  form = server_forms.form_of(body)
+  _check_ending(wanted, form or calls not in ('none', 'auto'))
   return Chat(
     model=_model(body),
     messages=_messages(body.get('messages')),
     tools=tools,
     calls=calls,
     named=named,
-    wanted=wanted,
+    bound=calls == 'auto' and (single or strict),
+    single=single,
+    form=form,
+    wanted=dataclasses.replace(wanted, top=top),
   )
 
 
@@ -210,23 +231,29 @@ def completions(body: Mapping[str, Any], session: str) -> Completions:
   """A body of /v1/completions; max_tokens is 16 unless given, as there."""
   _refuse_unknown(body, (*_SHARED, 'prompt'))
   body = {'max_tokens': 16, **body}
-  logprobs = body.get('logprobs', False)
-  if type(logprobs) is int:  # here it is the number of alternatives
-    if logprobs:
-      raise invalid(
-        f'logprobs={logprobs}: only that of the sampled token is known; ask for'
-        ' 0',
-        'logprobs',
-        'unsupported_value',
-      )
+  top = 0
+  if type(body.get('logprobs')) is int:  # here it is the number of alternatives
+    top = whole(body, 'logprobs', 0, 0, TOP)
     body = {**body, 'logprobs': True}
-  wanted = _wanted(body, session)
+  wanted = dataclasses.replace(_wanted(body, session), top=top)
+  flag(body, 'parallel_tool_calls', True)  # no tools here
+  form = server_forms.form_of(body)
+  _check_ending(wanted, form)
   prompts = _prompts(body.get('prompt'))
   if len(prompts) * wanted.n > CHOICES:
     raise invalid(
       f'{len(prompts)} prompts times n={wanted.n} are more than {CHOICES}', 'n'
     )
-  return Completions(_model(body), prompts, wanted)
+  return Completions(_model(body), prompts, form, wanted)
+
+
+def _check_ending(wanted: Wanted, formed: Any) -> None:
+  if wanted.min_tokens and formed:
+    raise invalid(
+      f'min_tokens={wanted.min_tokens}: an answer of a given form ends where'
+      ' that does; leave it out',
+      'min_tokens',
+    )
 
 
 def _refuse_unknown(body: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -253,24 +280,29 @@ def _wanted(body: Mapping[str, Any], session: str) -> Wanted:
   }:
     raise invalid('stream_options takes include_usage only', 'stream_options')
   stop_tokens, stop_sequences = _stop_ids(body.get('stop_token_ids'))
+  if flag(body, 'ignore_eos') and stop_tokens is None:
+    stop_tokens = ()
   return Wanted(
-    n=_whole(body, 'n', 1, 1, CHOICES),
-    max_tokens=_whole(body, 'max_tokens', None, 1),
-    temperature=_number(body, 'temperature', 1.0, 0.0, 100.0),
-    top_p=_number(body, 'top_p', 1.0, 0.0, 1.0, above=True),
-    top_k=_whole(body, 'top_k', 0, 0),
-    min_p=_number(body, 'min_p', 0.0, 0.0, 1.0),
-    seed=_whole(body, 'seed', None, -(2**63), 2**64),
+    n=whole(body, 'n', 1, 1, CHOICES),
+    max_tokens=whole(body, 'max_tokens', None, 1),
+    temperature=number(body, 'temperature', 1.0, 0.0, 100.0),
+    top_p=number(body, 'top_p', 1.0, 0.0, 1.0, above=True),
+    top_k=whole(body, 'top_k', 0, 0),
+    min_p=number(body, 'min_p', 0.0, 0.0, 1.0),
+    seed=whole(body, 'seed', None, -(2**63), 2**64),
     stop=_stop(body.get('stop', [])),
     stop_tokens=stop_tokens,
     stop_sequences=stop_sequences,
-    stream=_flag(body, 'stream'),
-    usage=_flag(options, 'include_usage'),
-    logprobs=_flag(body, 'logprobs'),
-    tokens=_flag(body, 'return_tokens'),
-    experts=_flag(body, 'return_experts'),
+    min_tokens=whole(body, 'min_tokens', 0, 0),
+    stream=flag(body, 'stream'),
+    usage=flag(options, 'include_usage'),
+    logprobs=flag(body, 'logprobs'),
+    top=0,
+    ids=flag(body, 'return_token_ids'),
+    tokens=flag(body, 'return_tokens'),
+    experts=flag(body, 'return_experts'),
     session=_session(body, session),
-    record=_flag(body, 'record', True),
+    record=flag(body, 'record', True),
   )
 
 
@@ -300,46 +332,6 @@ def _model(body: Mapping[str, Any]) -> str:
 
 
 # --- values ------------------------------------------------------------------
-
-
-def _flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
-  value = body.get(name, default)
-  if not isinstance(value, bool):
-    raise invalid(
-      f'{name}={json.dumps(value)[:80]} is neither true nor false',
-      name,
-      'invalid_type',
-    )
-  return value
-
-
-def _whole(body, name, default, low, high=2**31 - 1):
-  value = body.get(name, default)
-  if value is default:
-    return default
-  if type(value) is not int:
-    raise invalid(
-      f'{name}={json.dumps(value)[:80]} is no whole number',
-      name,
-      'invalid_type',
-    )
-  if not low <= value <= high:
-    raise invalid(f'{name}={value} must lie in {low}..{high}', name)
-  return value
-
-
-def _number(body, name, default, low, high, above=False):
-  value = body.get(name, default)
-  if type(value) not in (int, float):
-    raise invalid(
-      f'{name}={json.dumps(value)[:80]} is no number', name, 'invalid_type'
-    )
-  if not (low <= value <= high and math.isfinite(value)) or (
-    above and value == low
-  ):
-    side = f'more than {low:g}' if above else f'at least {low:g}'
-    raise invalid(f'{name}={value} must be {side}, at most {high:g}', name)
-  return float(value)
 
 
 def _stop(value: Any) -> tuple[str, ...]:
@@ -497,95 +489,3 @@ def _call(item: Any, where: str) -> Call:
       where,
     )
   return Call(name, arguments, call_id)
-
-
-# --- tools -------------------------------------------------------------------
-
-
-def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
-  if not (isinstance(value, list) and len(value) <= TOOLS):
-    raise invalid(f'tools must be a list of at most {TOOLS}', 'tools')
-  seen: set[str] = set()
-  for i, tool in enumerate(value):
-    where = f'tools[{i}]'
-    function = tool.get('function') if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or tool.get('type') != 'function':
-      raise invalid(
-        f'{where} must be {{"type": "function", "function": {{...}}}}',
-        where,
-        'invalid_function_parameters',
-      )
-    name = function.get('name')
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in seen:
-      raise invalid(
-        f'{where}.function.name={json.dumps(name)[:80]} must be 1 to 64'
-        ' letters, digits and ._-, and of this tool alone',
-        f'{where}.function.name',
-      )
-    seen.add(name)
-    if not isinstance(function.get('description', ''), str):
-      raise invalid(
-        f'{where}.function.description must be a text',
-        f'{where}.function.description',
-      )
-    schema = function.get('parameters', {})
-    _check_schema(schema, f'{where}.function.parameters', 0)
-    if schema and schema.get('type') != 'object':
-      raise invalid(
-        f'{where}.function.parameters.type must be "object"',
-        f'{where}.function.parameters',
-        'invalid_function_parameters',
-      )
-  return tuple(value)
-
-
-def _check_schema(schema: Any, where: str, depth: int) -> None:
-  """Refuses what is no JSON schema, as far as one can be told here."""
-
-  def wrong(what: str) -> ApiError:
-    return invalid(f'{where}: {what}', where, 'invalid_function_parameters')
-
-  if isinstance(schema, bool) and depth:
-    return
-  if not isinstance(schema, dict):
-    raise wrong('a schema must be an object')
-  if depth > DEPTH:
-    raise wrong(f'nested more than {DEPTH} deep')
-  kinds = schema.get('type', _TYPES)
-  kinds = (kinds,) if isinstance(kinds, str) else kinds
-  if not isinstance(kinds, list | tuple) or any(x not in _TYPES for x in kinds):
-    raise wrong(f'type {json.dumps(kinds)[:80]} is none of JSON')
-  properties = schema.get('properties', {})
-  if not isinstance(properties, dict):
-    raise wrong('properties must be an object')
-  required = schema.get('required', [])
-  if not (
-    isinstance(required, list) and all(isinstance(x, str) for x in required)
-  ):
-    raise wrong('required must be a list of names')
-  for name, inner in properties.items():
-    _check_schema(inner, f'{where}.properties.{name[:64]}', depth + 1)
-  if 'items' in schema:
-    _check_schema(schema['items'], f'{where}.items', depth + 1)
-
-
-def _tool_choice(
-  body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
-) -> tuple[str, bool]:
-  """(choice, whether it is a tool's name)."""
-  choice = body.get('tool_choice', 'auto' if tools else 'none')
-  if choice in ('none', 'auto'):
-    return (choice if tools else 'none'), False
-  known = [tool['function']['name'] for tool in tools]
-  if choice == 'required' and known:
-    return choice, False
-  if isinstance(choice, dict) and choice.get('type') == 'function':
-    function = choice.get('function')
-    name = function.get('name') if isinstance(function, dict) else None
-    if name in known:
-      return name, True
-  raise invalid(
-    f'tool_choice={json.dumps(choice)[:120]}: use none, auto, required, or one'
-    f' of the tools: {", ".join(known)[:200] or "(there are none)"}',
-    'tool_choice',
-  )

@@ -55,18 +55,21 @@ class Limits:
     sessions: of them.
     tokens: of all their segments.
     answers: tokens of answers that are found again in conversations.
+    feedback: bytes of it, as JSON, of all sessions.
   """
 
   seconds: float = 3600.0
   sessions: int = 10_000
   tokens: int = 4_000_000
   answers: int = 4_000_000
+  feedback: int = 256 << 20
 
 
 @dataclasses.dataclass
 class Session:
   """One session; `choices` are the answers to its last call, of which the
-  recorder holds one until the next call shows which was used."""
+  recorder holds one until the next call shows which was used. `trainable` says
+  of each whether it can be trained on."""
 
   id: str
   folder: str  # that it is written to: a name may come again
@@ -77,10 +80,12 @@ class Session:
   calls: int = 0
   tokens: int = 0
   feedback: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+  feedback_bytes: int = 0
   context: np.ndarray = dataclasses.field(
     default_factory=lambda: np.zeros(0, np.int32)
   )
   choices: tuple[Completion, ...] = ()
+  trainable: tuple[bool, ...] = ()
   chosen: int = 0
   temperature: float = 1.0
   ends: tuple[tuple[int, bytes], ...] = ()  # keys of the prefix index
@@ -116,6 +121,7 @@ class Table:
     self._writer = futures.ThreadPoolExecutor(1, 'sessions')
     self._answer_tokens = 0
     self._tokens = 0
+    self._feedback = 0
     self.expired = 0
 
   def __len__(self) -> int:
@@ -125,6 +131,11 @@ class Table:
   def tokens(self) -> int:
     """Tokens of all segments."""
     return self._tokens
+
+  @property
+  def feedback_bytes(self) -> int:
+    """Of all feedback, as JSON."""
+    return self._feedback
 
   # --- conversations -----------------------------------------------------------
 
@@ -192,6 +203,7 @@ class Table:
     temperature: float,
     *,
     named: bool = True,
+    trainable: Sequence[bool] | None = None,
   ) -> Session:
     """Records an answered call.
 
@@ -202,6 +214,8 @@ class Table:
         another.
       temperature: of the call.
       named: by the client.
+      trainable: of each choice; one that is not is recorded as context. None:
+        all are.
 
     Raises:
       BadCompletion: an answer that cannot be recorded; nothing is.
@@ -218,8 +232,12 @@ class Table:
         used=0.0,
       )
     _settle(session, context)
-    session.recorder.record(context, choices[0], temperature)
+    trainable = (True,) * len(choices) if trainable is None else trainable
+    session.recorder.record(
+      context, choices[0], temperature, trainable=trainable[0]
+    )
     session.context, session.choices = context, tuple(choices)
+    session.trainable = tuple(trainable)
     session.chosen, session.temperature = 0, temperature
     session.calls += 1
     self._sessions[session.id] = session
@@ -268,14 +286,18 @@ class Table:
         f'session {session.id} has {FEEDBACK} pieces of feedback; no more are'
         ' kept'
       )
+    size = len(json.dumps(feedback))
     session.feedback.append(feedback)
+    self._weigh(session, size)
     self._touch(session)
+    self._make_room()
     written = self._write(session)
     if written is not None:
       try:
         await asyncio.wrap_future(written)
       except OSError:
         session.feedback.remove(feedback)
+        self._weigh(session, -size)
         raise
     return len(session.feedback)
 
@@ -304,11 +326,22 @@ class Table:
     count = sum(newest.recorder.lengths())
     self._tokens += count - newest.tokens
     newest.tokens = count
+    self._make_room()
+
+  def _make_room(self) -> None:
+    """Lets go of the sessions used longest ago, but for the newest."""
     while len(self._sessions) > 1 and (
       len(self._sessions) > self._limits.sessions
       or self._tokens > self._limits.tokens
+      or self._feedback > self._limits.feedback
     ):
       self._leave(next(iter(self._sessions.values())))
+
+  def _weigh(self, session: Session, size: int) -> None:
+    """Counts more bytes of feedback of a session, if it is in the table."""
+    if self._sessions.get(session.id) is session:
+      self._feedback += size
+      session.feedback_bytes += size
 
   def _leave(self, session: Session) -> None:
     self._remove(session)
@@ -321,6 +354,7 @@ class Table:
     self._unindex(session)
     self._sessions.pop(session.id, None)
     self._tokens -= session.tokens
+    self._feedback -= session.feedback_bytes
 
   def _write(self, session: Session) -> futures.Future | None:
     """On a thread: routes are many bytes, and answers must not wait."""
@@ -368,7 +402,12 @@ def _settle(session: Session, context: np.ndarray) -> None:
       and np.array_equal(context[before:end], choice.tokens)
     ):
       if i != session.chosen:
-        session.recorder.record(session.context, choice, session.temperature)
+        session.recorder.record(
+          session.context,
+          choice,
+          session.temperature,
+          trainable=session.trainable[i],
+        )
         session.chosen = i
       return
 

@@ -9,9 +9,13 @@ A choice has, where the request asked for it (`return_tokens`), a field `tokens`
   computed_versions   at which keys and values were computed, of context and
                       sampled tokens; -1 where they were not
   stop_reason         'stop', 'length' or 'context'
-  kept                where the distribution was cut: {ids, offsets}
+  kept                where the distribution was cut: {ids, offsets}; null where
+                      those are more than the server keeps
   experts             with `return_experts`: int16 [P + S, L, K] as base64 of its
                       little-endian bytes, row by row, with its shape
+
+With `return_token_ids` it has the ids alone, as vLLM names them: `token_ids`, and
+`prompt_token_ids`.
 """
 
 from __future__ import annotations
@@ -24,14 +28,17 @@ from typing import Any
 import numpy as np
 
 from composer.inference import server_text
+from composer.inference.server_requests import Wanted
 from composer.records import Completion
+from composer.records import Piece
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
   """One answer: what was sampled, and how it reads.
 
-  `finish` is OpenAI's reason, `call_ids` name the calls of `said`.
+  `finish` is OpenAI's reason, `call_ids` name the calls of `said`. `trainable`:
+  it is known what its tokens were drawn among.
   """
 
   index: int
@@ -40,6 +47,7 @@ class Choice:
   said: server_text.Said
   finish: str
   call_ids: tuple[str, ...] = ()
+  trainable: bool = True
 
 
 def encode_array(array: np.ndarray) -> dict[str, Any]:
@@ -63,7 +71,9 @@ def tokens_field(choice: Choice, experts: bool) -> dict[str, Any]:
     'computed_versions': x.computed_versions.tolist(),
     'stop_reason': x.stop_reason,
   }
-  if x.kept_ids is not None and x.kept_offsets is not None:
+  if not choice.trainable:
+    out['kept'] = None
+  elif x.kept_ids is not None and x.kept_offsets is not None:
     out['kept'] = {
       'ids': x.kept_ids.tolist(),
       'offsets': x.kept_offsets.tolist(),
@@ -130,74 +140,97 @@ def tool_deltas(choice: Choice) -> list[dict[str, Any]]:
 
 
 def chat_logprobs(
-  tokenizer: Any, ids: Sequence[int], logprobs: Sequence[float]
+  tokenizer: Any, sampled: Piece | Completion, top: int
 ) -> dict[str, Any]:
-  content = []
-  for i, logprob in zip(ids, logprobs, strict=True):
+  """Of every sampled token, with the `top` likeliest in its place."""
+
+  def told(i: int, logprob: float) -> dict[str, Any]:
     text, data = server_text.token_text(tokenizer, int(i))
-    content.append(
-      {
-        'token': text,
-        'logprob': float(logprob),
-        'bytes': data,
-        'top_logprobs': [],
-      }
-    )
+    return {'token': text, 'logprob': float(logprob), 'bytes': data}
+
+  content = []
+  for n, (i, logprob) in enumerate(
+    zip(sampled.tokens, sampled.logprobs, strict=True)
+  ):
+    likely = [told(*pair) for pair in _likeliest(sampled, n, top)]
+    content.append({**told(i, logprob), 'top_logprobs': likely})
   return {'content': content, 'refusal': None}
 
 
+def _likeliest(
+  sampled: Piece | Completion, n: int, top: int
+) -> list[tuple[int, float]]:
+  """(id, logprob) of the likeliest in the place of the n-th sampled token."""
+  if not top or sampled.top_ids is None or sampled.top_logprobs is None:
+    return []
+  pairs = zip(sampled.top_ids[n, :top], sampled.top_logprobs[n], strict=False)
+  return [(int(i), float(x)) for i, x in pairs if np.isfinite(x)]
+
+
 def text_logprobs(
-  tokenizer: Any,
-  ids: Sequence[int],
-  logprobs: Sequence[float],
-  offset: int = 0,
+  tokenizer: Any, sampled: Piece | Completion, top: int, offset: int = 0
 ) -> dict[str, Any]:
   """`offset`: characters of the answer before these tokens. Half a character
-  counts as one."""
-  texts = [server_text.token_text(tokenizer, int(i))[0] for i in ids]
-  offsets = []
-  for text in texts:
+  counts as one. The likeliest are told by their text, and the sampled one with
+  them; of those that read alike, the likeliest."""
+
+  def text(i: int) -> str:
+    return server_text.token_text(tokenizer, int(i))[0]
+
+  texts, offsets, likely = [text(i) for i in sampled.tokens], [], []
+  for n, (word, logprob) in enumerate(
+    zip(texts, sampled.logprobs, strict=True)
+  ):
     offsets.append(offset)
-    offset += len(text)
+    offset += len(word)
+    found: dict[str, float] = {}
+    for i, x in _likeliest(sampled, n, top):
+      found.setdefault(text(i), x)
+    likely.append({word: float(logprob), **found})
   return {
     'tokens': texts,
-    'token_logprobs': [float(x) for x in logprobs],
-    'top_logprobs': None,
+    'token_logprobs': [float(x) for x in sampled.logprobs],
+    'top_logprobs': likely if top else None,
     'text_offset': offsets,
   }
 
 
 def chat_choice(
-  tokenizer: Any, choice: Choice, logprobs: bool, tokens: bool, experts: bool
+  tokenizer: Any, choice: Choice, wanted: Wanted
 ) -> dict[str, Any]:
-  said, shape = (
-    {'message': message(choice)},
-    chat_logprobs if logprobs else None,
-  )
-  return _choice(tokenizer, choice, said, shape, tokens, experts)
+  said = {'message': message(choice)}
+  return _choice(tokenizer, choice, said, chat_logprobs, wanted)
 
 
 def text_choice(
-  tokenizer: Any, choice: Choice, logprobs: bool, tokens: bool, experts: bool
+  tokenizer: Any, choice: Choice, wanted: Wanted
 ) -> dict[str, Any]:
-  said, shape = (
-    {'text': choice.said.content},
-    text_logprobs if logprobs else None,
-  )
-  return _choice(tokenizer, choice, said, shape, tokens, experts)
+  said = {'text': choice.said.content}
+  return _choice(tokenizer, choice, said, text_logprobs, wanted)
 
 
-def _choice(tokenizer, choice, said, logprobs, tokens, experts):
+def _choice(tokenizer, choice, said, logprobs, wanted):
   """A choice that says `said`; `logprobs` is a function of their shape."""
-  x = choice.completion
-  out = {
+  told = None
+  if wanted.logprobs:
+    told = logprobs(tokenizer, choice.completion, wanted.top)
+  return {
     'index': choice.index,
     **said,
     'finish_reason': choice.finish,
-    'logprobs': logprobs and logprobs(tokenizer, x.tokens, x.logprobs),
+    'logprobs': told,
+    **extras(choice, wanted),
   }
-  if tokens or experts:
-    out['tokens'] = tokens_field(choice, experts)
+
+
+def extras(choice: Choice, wanted: Wanted) -> dict[str, Any]:
+  """What of a choice is told beyond OpenAI's fields, where it is asked for."""
+  out: dict[str, Any] = {}
+  if wanted.ids:
+    out['prompt_token_ids'] = choice.context.tolist()
+    out['token_ids'] = choice.completion.tokens.tolist()
+  if wanted.tokens or wanted.experts:
+    out['tokens'] = tokens_field(choice, wanted.experts)
   return out
 
 

@@ -41,7 +41,11 @@ class ServerConfig:
     token: that clients must bear; may be '' on loopback only.
     max_body: bytes of a request.
     max_tokens: of an answer whose request sets no limit.
-    max_requests: being answered at once; more are told to come back (429).
+    max_requests: answers under way at once, n of a request, and feedback; more
+      are told to come back (429).
+    max_kept: ids that a token of a recorded answer may have been drawn among,
+      where they were not all. An answer with more is recorded as a context, for
+      nothing could be trained on it.
     request_s: for a whole answer.
     body_s: for a client to send its request.
     drain_s: for requests under way once the server is to stop.
@@ -54,6 +58,7 @@ class ServerConfig:
   max_body: int = 16 << 20
   max_tokens: int = 4096
   max_requests: int = 4096
+  max_kept: int = 4096
   request_s: float = 600.0
   body_s: float = 30.0
   drain_s: float = 30.0
@@ -86,8 +91,9 @@ def validate(config: ServerConfig) -> None:
   ):  # fmt: skip
     if not getattr(config, name) > 0:
       raise ValueError(f'{name}={getattr(config, name)} must be more than 0')
-  if not config.drain_s >= 0:
-    raise ValueError(f'drain_s={config.drain_s} must be at least 0')
+  for name in ('drain_s', 'max_kept'):
+    if not getattr(config, name) >= 0:
+      raise ValueError(f'{name}={getattr(config, name)} must be at least 0')
 
 
 def is_loopback(host: str) -> bool:
@@ -102,7 +108,12 @@ def is_loopback(host: str) -> bool:
 
 @dataclasses.dataclass
 class Server:
-  """One server. `active` are the tasks of requests that are being answered."""
+  """One server.
+
+  `active` are the tasks of requests that are being answered, `answers` how many
+  answers those are. `vocabulary` is the model's as grammars are kept by; None
+  until the first (`server_grammar.open_vocabulary`).
+  """
 
   config: ServerConfig
   engine: Engine
@@ -116,4 +127,6 @@ class Server:
     default_factory=server_metrics.Metrics
   )
   active: set[asyncio.Task] = dataclasses.field(default_factory=set)
+  answers: int = 0
+  vocabulary: Any = None
   draining: bool = False

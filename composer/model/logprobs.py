@@ -55,13 +55,12 @@ def logprob_rows(
   target,
   temperature,
   kept=None,
-  ops: operations.Operations = operations.PLAIN,
 ):
   """(logprob [R], entropy [R]) of target [R] under softmax(logits / T).
 
   `kept` restricts the distribution; see `row_logprobs`.
   """
-  z = logits_rows(config, norm, unembed, x, temperature, ops)
+  z = logits_rows(config, norm, unembed, x, temperature)
   if kept is not None:
     # Whichever way they are given, the rest is compiled alike.
     among = jax.lax.optimization_barrier(_among(kept, config.vocab_size))
@@ -107,43 +106,31 @@ def row_logprobs(
     (logprob [N], entropy [N]), float32.
   """
   ops = operations.of(numerics)
-  ids = kept is not None and kept.dtype != jnp.uint8
-  # Rows that are not cut have the bits that they have among rows none of which
-  # is; in `fast` they need not, and gradients run through this.
-  apart = ids and numerics.mode != 'fast'
-  whole = None
-  if ops.sparse != operations.XLA and (kept is None or apart):
+  if ops.sparse != operations.XLA:
+    # One kernel, whether rows are cut and however it is said: what a row keeps
+    # is all that its bits depend on.
     h = layers.rms_norm(x, norm, config.norm_eps, ops)
-    whole = token_logprob.token_logprob(
+    return token_logprob.token_logprob(
       h,
       unembed.astype(h.dtype),
       target,
       temperature,
+      kept=kept,
       implementation=ops.sparse,
     )
-    if kept is None:
-      return whole
-  if numerics.mode == 'fast':
-    ops = operations.PLAIN
 
   def rows(*block):
     # One array: were they two, a caller that drops the entropy would get
     # another loop body compiled, and other last bits of the logprob.
-    both = logprob_rows(config, norm, unembed, *block, ops=ops)
+    both = logprob_rows(config, norm, unembed, *block)
     return jnp.stack(both, axis=-1)
 
   block = max(LOGITS // config.vocab_size // 256, 1) * 256
   arrays = (x, target, temperature, *(() if kept is None else (kept,)))
-  if numerics.mode == 'bitwise' and ops.fixed:
-    # Of the softmax, which is XLA's, only the shape can be fixed.
-    both = layers.in_blocks(rows, numerics.row_block, *arrays)
-  elif numerics.mode != 'bitwise' and x.shape[0] > block:
+  if numerics.mode != 'bitwise' and x.shape[0] > block:
     both = layers.in_blocks(rows, block, *arrays)
   else:
     both = layers.map_rows(rows, numerics, *arrays)
-  if whole is not None:
-    cut = jnp.any(kept >= 0, axis=-1, keepdims=True)
-    both = jnp.where(cut, both, jnp.stack(whole, axis=-1))
   return both[:, 0], both[:, 1]
 
 

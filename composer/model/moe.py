@@ -39,7 +39,7 @@ class Routed:
 
   experts: Array  # int32 [R, K]
   gates: Array  # float32 [R, K]
-  native: Array  # int32 [R, K]
+  native: Array  # int32 [R, K]; see `audit` of `route`
 
 
 def spec(config: ModelConfig, stack: int) -> Any:
@@ -87,6 +87,8 @@ def route(
   config: ModelConfig,
   replay: Array | None = None,
   plausibility: float = 0.0,
+  audit: bool = True,
+  ops: operations.Operations = operations.PLAIN,
 ) -> Routed:
   """Chooses experts and computes their gates.
 
@@ -101,10 +103,19 @@ def route(
     replay: int [R, K] experts to use; a row with any -1 routes natively.
     plausibility: c; a replayed expert with s_e < c * min of the native top-k
       scores gives way to the best native candidate that is not in use.
+    audit: whether `native` is read where experts are replayed. A kernel that
+      need not find it is cheaper, and gives the experts in use instead.
+    ops: by which kernel, if any.
 
   Returns:
     `Routed`; ties go to the lower expert index.
   """
+  if ops.sparse != operations.XLA:
+    found = operations.route(
+      ops, logits, bias, config, replay, plausibility, audit
+    )
+    native = found.experts if found.native is None else found.native
+    return Routed(found.experts, found.gates, native)
   k = config.experts_per_token
   scores = SCORES[config.router](logits.astype(jnp.float32))  # [R, E]
   selection = scores
@@ -193,14 +204,12 @@ def experts_sorted(
   """
   e, d = p['gate_up'].shape[:2]
   rows, k = routed.experts.shape
-  flat = routed.experts.reshape(-1)  # [R K]
-  order = jnp.argsort(flat, stable=True)
-  sizes = jnp.bincount(flat, length=e).astype(jnp.int32)
-  sorted_rows = x[order // k]  # [R K, D]
+  order = operations.order(ops, routed.experts, e)
+  sorted_rows = x[order.slots // k]  # [R K, D]
   out = operations.experts(
-    ops, sorted_rows, p['gate_up'], p['down'], sizes
+    ops, sorted_rows, p['gate_up'], p['down'], order.sizes
   )  # [R K, D]
-  slots = out[jnp.argsort(order)].reshape(rows, k, d)
+  slots = out[order.places].reshape(rows, k, d)
   total = jnp.zeros((rows, d), jnp.float32)
   for slot in range(k):
     total = total + routed.gates[:, slot, None] * slots[:, slot]
@@ -219,18 +228,22 @@ def moe(
   plausibility: float,
   layout: mesh_lib.Layout | None = None,
   ops: operations.Operations = operations.PLAIN,
+  audit: bool = True,
 ) -> tuple[Array, Array, Array]:
   """Residual MoE of one layer: x [R, D] -> (x', experts, native [R, K]).
 
   With a layout, `p` holds this device's experts only, and rows go to theirs.
+  `replay`, `plausibility` and `audit` are those of `route`.
   """
   if layout is None and implementation not in EXPERTS:
     raise ValueError(
       f'unknown MoE implementation {implementation!r}; known: {sorted(EXPERTS)}'
     )
   h = layers.rms_norm(x, p['norm'], config.norm_eps, ops)
-  logits = operations.wide_matmul(ops, h, p['router'])
-  routed = route(logits, p.get('router_bias'), config, replay, plausibility)
+  logits = operations.wide_matmul(ops, h, p['router'], p.get('router_parts'))
+  routed = route(
+    logits, p.get('router_bias'), config, replay, plausibility, audit, ops
+  )
   if layout is None:
     out = EXPERTS[implementation](p, h, routed, ops)
   else:

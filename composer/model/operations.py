@@ -7,8 +7,8 @@ the number of rows: trainer and engine call the same ones, so a row has the same
 bits on both sides. `aligned` falls back to XLA, with one warning, where a kernel
 cannot take a shape; `bitwise` names the kernel, so that it raises instead.
 
-`fast` on an accelerator takes kernels only where XLA is slow: the experts'
-matmul, attention, and the logprob of a token without its logits.
+`fast` on an accelerator takes kernels only where XLA is slow: routes, the
+experts' matmul, attention, and the logprob of a token without its logits.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pallas_kernels import dispatch
 from pallas_kernels import grouped_matmul
 from pallas_kernels import matmul as matmul_lib
 from pallas_kernels import paged_attention as paged_attention_lib
+from pallas_kernels import route as route_lib
 
 Array = jax.Array
 XLA = 'xla'  # the plain expression, not the kernel's reference
@@ -36,7 +37,7 @@ class Operations:
   """Names for `dispatch.choose`, or `XLA`; None is the best there is."""
 
   dense: str | None = XLA  # matrix products of all rows, norms
-  sparse: str | None = XLA  # experts, attention, logprobs
+  sparse: str | None = XLA  # routes, experts, attention, logprobs
 
   @property
   def fixed(self) -> bool:
@@ -68,31 +69,51 @@ def matmul(ops: Operations, x: Array, w: Array) -> Array:
   return matmul_lib.matmul(x, w, implementation=ops.dense)
 
 
-def wide_matmul(ops: Operations, x: Array, w: Array) -> Array:
+def wide_matmul(
+  ops: Operations, x: Array, w: Array, split: Array | None = None
+) -> Array:
   """x [R, K] @ w float32 [K, N] in float32, as the router needs it.
 
   Kernels multiply 16-bit numbers. x in bfloat16 is one already; w is the sum of
   three of them to within 2^-24 of itself, and their products are exact in
   float32. The sums of the three are added smallest first.
+
+  Args:
+    ops, x, w: see above.
+    split: `parts` of w where they are at hand; not differentiated then.
   """
-  if ops.dense == XLA or x.dtype == jnp.float32:
+  if not splits(ops, x.dtype):
     wide = x.astype(jnp.float32)
     return jnp.matmul(wide, w, precision=jax.lax.Precision.HIGHEST)
-  return _wide_matmul(ops, x, w)
+  return _wide_matmul(ops, x, w, split)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _wide_matmul(ops, x, w):
-  parts, rest = [], w
-  kind = jnp.finfo(x.dtype)
+def splits(ops: Operations, dtype: jnp.dtype) -> bool:
+  """Whether `wide_matmul` of x in such a dtype multiplies `parts`."""
+  return ops.dense != XLA and dtype != jnp.float32
+
+
+def parts(w: Array, dtype: jnp.dtype) -> Array:
+  """w float32 [..., K, N] as three arrays of 16 bits, side by side, and zeros.
+
+  [..., K, 3 N and as many zeros as fill the last `LINE`].
+  """
+  found, rest = [], w
+  kind = jnp.finfo(dtype)
   for _ in range(3):
     # Not a cast there and back: XLA may leave both out, and nothing remains.
     part = jax.lax.reduce_precision(rest, kind.nexp, kind.nmant)
-    parts.append(part.astype(x.dtype))
+    found.append(part.astype(dtype))
     rest = rest - part
+  stacked = jnp.concatenate(found, axis=-1)
+  fill = [(0, 0)] * (w.ndim - 1) + [(0, -stacked.shape[-1] % LINE)]
+  return jnp.pad(stacked, fill)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _wide_matmul(ops, x, w, stacked):
   n = w.shape[1]
-  stacked = jnp.concatenate(parts, axis=1)
-  stacked = jnp.pad(stacked, ((0, 0), (0, -3 * n % LINE)))
+  stacked = parts(w, x.dtype) if stacked is None else stacked
   chosen = matmul_lib.choose(x, stacked, implementation=ops.dense)
   if chosen == 'reference':
     return wide_matmul(PLAIN, x, w)
@@ -100,12 +121,14 @@ def _wide_matmul(ops, x, w):
   return sums[:, :n] + (sums[:, n : 2 * n] + sums[:, 2 * n : 3 * n])
 
 
-def _wide_matmul_forward(ops, x, w):
-  return _wide_matmul(ops, x, w), (x, w)
+def _wide_matmul_forward(ops, x, w, stacked):
+  return _wide_matmul(ops, x, w, stacked), (x, w, stacked)
 
 
 def _wide_matmul_backward(ops, saved, dy):
-  return jax.vjp(functools.partial(wide_matmul, PLAIN), *saved)[1](dy)
+  x, w, stacked = saved
+  pull = jax.vjp(functools.partial(wide_matmul, PLAIN), x, w)[1]
+  return *pull(dy), None if stacked is None else jnp.zeros_like(stacked)
 
 
 _wide_matmul.defvjp(_wide_matmul_forward, _wide_matmul_backward)
@@ -133,6 +156,45 @@ def per_head(ops: Operations, x: Array, w: Array) -> Array:
     implementation=ops.dense,
   )
   return jnp.swapaxes(out.reshape(h, r, -1), 0, 1)
+
+
+def route(
+  ops: Operations,
+  logits: Array,
+  bias: Array | None,
+  config: config_lib.ModelConfig,
+  replay: Array | None,
+  plausibility: float,
+  audit: bool,
+) -> route_lib.Routed:
+  """`model.moe.route` by the kernel; without `audit` native may be None."""
+  router = route_lib.Router(
+    k=config.experts_per_token,
+    kind=config.router,
+    groups=config.router_groups,
+    top_groups=config.router_top_groups,
+    normalise=config.normalise_gates,
+    scale=config.router_scale,
+    plausibility=plausibility,
+  )
+  return route_lib.route(
+    logits,
+    None if bias is None else jax.lax.stop_gradient(bias),
+    router,
+    replay,
+    audit=replay is not None and (audit or plausibility > 0),
+    implementation=ops.sparse,
+  )
+
+
+def order(ops: Operations, experts: Array, count: int) -> route_lib.Order:
+  """Slots of experts [R, K], below `count`, sorted by expert, and stable."""
+  if ops.sparse != XLA:
+    return route_lib.order(experts, count, implementation=ops.sparse)
+  flat = experts.reshape(-1)  # [R K]
+  slots = jnp.argsort(flat, stable=True)
+  sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
+  return route_lib.Order(slots, jnp.argsort(slots), sizes)
 
 
 def experts(
@@ -189,16 +251,36 @@ def paged_attention(
   *,
   divisor: float,
   width: int = 0,
+  tile: int = 1,
 ) -> Array:
-  """`model.attention.paged` by the kernel: [R, H, K] -> [R, H, W]."""
-  heads = paged_attention_lib.paged_attention(
-    q[:, None],
-    k_pages,
-    v_pages,
-    table,
-    positions[:, None],
-    scale=1.0 / divisor,
-    width=width,
-    implementation=ops.sparse,
-  )
-  return heads[:, 0]
+  """`model.attention.paged` by the kernel: [R, H, K] -> [R, H, W].
+
+  Args:
+    (others): see there.
+    table: int32 [R1 + T, M]; of the R1 first rows, each by itself, then of T
+      times `tile` rows that are of one sequence each. Pages are read once a
+      tile, and a row's bits do not depend on where it stands.
+    positions: int32 [R]; negative where a row is nobody's: 0 comes out.
+
+  In `fast` few long sequences are cut into splits, which rounds otherwise than
+  the trainer does.
+  """
+  tiles = (len(q) - len(table)) // (tile - 1) if tile > 1 else 0
+  alone = len(table) - tiles
+  heads = []
+  for part, count in ((slice(alone), 1), (slice(alone, None), tile)):
+    if not len(table[part]):
+      continue
+    some = paged_attention_lib.paged_attention(
+      q[part].reshape(-1, count, *q.shape[1:]),
+      k_pages,
+      v_pages,
+      table[part],
+      positions[part].reshape(-1, count),
+      scale=1.0 / divisor,
+      width=width,
+      split=0 if ops.fixed else None,
+      implementation=ops.sparse,
+    )
+    heads.append(some.reshape(-1, *some.shape[2:]))
+  return jnp.concatenate(heads) if len(heads) > 1 else heads[0]

@@ -82,6 +82,17 @@ def one_layer(spec: Any) -> Any:
   )
 
 
+def gather_one(
+  layout: Layout, spec: ParamSpec, kind: Any, shard: Array
+) -> Array:
+  """One parameter, whole and in `kind`, or as much of it as `shard` has.
+
+  That may be less than the device holds along a dimension; the result then is
+  what all of them have of it, side by side.
+  """
+  return _gather(layout, spec, kind, shard)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(layout: Layout, spec: ParamSpec, kind: Any, shard: Array) -> Array:
   # What a gradient is rounded to is `kind`, and not the form that travels.

@@ -18,7 +18,9 @@ from composer.model import blockwise
 from composer.model import layers
 from composer.model import logprobs
 from composer.model import mla
+from composer.model import operations
 from composer.model import parallel
+from composer.model import sharded_logprobs
 from composer.model import trunk
 
 
@@ -47,12 +49,12 @@ def _attend(p, config, form, layout, x, cos, sin, ids):
 
 
 def _layer(
-  config, numerics, plausibility, layout, specs, ids, shards, x, replay
+  config, numerics, plausibility, audit, layout, specs, ids, shards, x, replay
 ):
   """One layer on one device: gathers its parameters, computes its tokens.
 
   Args:
-    config, numerics, plausibility, layout: static.
+    config, numerics, plausibility, audit, layout: static.
     specs: declarations of one layer.
     ids: segment ids and positions, int32 [B, T]; whole rows.
     shards: the device's part of the layer's parameters.
@@ -77,6 +79,7 @@ def _layer(
     heads,
     replay.reshape(b * t, -1),
     layout,
+    audit,
   )
   real = parallel.own(layout, ids[0]).reshape(-1) > 0
   hits = used[..., None] == jnp.arange(config.experts)[None, None]  # [R, K, E]
@@ -95,6 +98,7 @@ def forward(
   experts,
   plausibility,
   layout,
+  audit=True,
 ) -> trunk.Output:
   """`transformer.forward` on one device of a mesh, inside of `shard_map` over its axes.
 
@@ -125,6 +129,7 @@ def forward(
       config,
       numerics,
       plausibility,
+      audit,
       layout,
       parallel.one_layer(specs[name]),
       ids,
@@ -162,22 +167,53 @@ def token_logprob(
   """`transformer.token_logprob` of whole rows, on every device of `context`.
 
   From its own hidden states [B, T / CP, D]: each scores the tokens that follow
-  its own.
+  its own. Kernels score them where the numerics have some and nothing was cut.
   """
   b, t, d = hidden.shape
-  specs = trunk.spec(config)
-  names = ['final_norm', 'embed' if config.tie_embeddings else 'unembed']
+
+  def following(x):
+    own = parallel.own(layout, jnp.roll(x, -1, axis=1))
+    return own.reshape(b * t, *own.shape[2:])
+
+  rows = hidden.reshape(b * t, d), following(tokens), following(temperatures)
+  if kept is None and operations.of(numerics).sparse != operations.XLA:
+    both = _by_kernels(params, config, numerics, layout, *rows)
+  else:
+    rows += () if kept is None else (following(kept),)
+    both = _by_xla(params, config, numerics, layout, *rows)
+  both = parallel.whole(layout, both.reshape(b, t, 2))
+  both = jnp.roll(both, 1, axis=1)
+  return both[..., 0], both[..., 1]
+
+
+def _unembedding(config) -> str:
+  """The parameter that hidden states are multiplied with."""
+  return 'embed' if config.tie_embeddings else 'unembed'
+
+
+def _by_kernels(params, config, numerics, layout, x, tokens, temperatures):
+  """Logprob and entropy of rows x [R, D], [R, 2]."""
+  ops, specs = operations.of(numerics), trunk.spec(config)
+  name = _unembedding(config)
+  norm = parallel.gather_one(
+    layout, specs['final_norm'], jnp.float32, params['final_norm']
+  )
+  h = layers.rms_norm(x, norm, config.norm_eps, ops)
+  both = sharded_logprobs.token_logprob(
+    layout, specs[name], ops.sparse, params[name], h, tokens, temperatures
+  )
+  return jnp.stack(both, axis=-1)
+
+
+def _by_xla(params, config, numerics, layout, *block):
+  """The same, of blocks of rows; the last of them what each was kept among."""
+  specs, names = trunk.spec(config), ['final_norm', _unembedding(config)]
   p = parallel.gather(
     layout,
     {name: specs[name] for name in names},
     numerics,
     {name: params[name] for name in names},
   )
-
-  def following(x):
-    own = parallel.own(layout, jnp.roll(x, -1, axis=1))
-    return own.reshape(b * t, *own.shape[2:])
-
   # In float32, so that the gradients of all blocks are added up in it.
   unembed = logprobs.unembedding(p).astype(jnp.float32)
 
@@ -186,14 +222,4 @@ def token_logprob(
     return jnp.stack(both, axis=-1)
 
   most = max(logprobs.LOGITS // config.vocab_size // 256, 1) * 256
-  both = layers.in_blocks(
-    rows,
-    min(most, b * t),
-    hidden.reshape(b * t, d),
-    following(tokens),
-    following(temperatures),
-    *(() if kept is None else (following(kept),)),
-  )
-  both = parallel.whole(layout, both.reshape(b, t, 2))
-  both = jnp.roll(both, 1, axis=1)
-  return both[..., 0], both[..., 1]
+  return layers.in_blocks(rows, min(most, block[0].shape[0]), *block)

@@ -22,6 +22,7 @@ from typing import Any
 from flax import struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from composer import config as config_lib
 from composer import mesh as mesh_lib
@@ -42,18 +43,22 @@ unembedding, logits_rows = logprobs.unembedding, logprobs.logits_rows
 row_logprobs = logprobs.row_logprobs
 
 CACHE_BATCH = 4  # rows of [B, T] that dense attention takes at once on a CPU
+# Rows of one sequence that a step attends with at once. Times the heads that
+# share keys (8 of most, 64 where latent) they fill a kernel's 128 rows; more
+# would leave more of them empty behind the end of a prompt.
+TILE = 16
 
 
 # --- training -----------------------------------------------------------------
 
 
 def _layer(
-  config, numerics, plausibility, p, x, segment_ids, positions, replay
+  config, numerics, plausibility, audit, p, x, segment_ids, positions, replay
 ):
   """One layer over packed segments.
 
   Args:
-    config, numerics, plausibility: static.
+    config, numerics, plausibility, audit: static; see `moe.route`.
     p: the layer's parameters.
     x: [B, T, D].
     segment_ids, positions: int32 [B, T].
@@ -92,7 +97,9 @@ def _layer(
   else:
     heads = _paged_heads(numerics, scores, *qkv, positions)
   x, experts, native = layers.map_rows(
-    functools.partial(trunk.finish, p, config, numerics, form, plausibility),
+    functools.partial(
+      trunk.finish, p, config, numerics, form, plausibility, audit=audit
+    ),
     numerics,
     rows,
     heads,
@@ -102,6 +109,17 @@ def _layer(
     x.reshape(b, t, d),
     experts.reshape(b, t, -1),
     native.reshape(b, t, -1),
+  )
+
+
+def _paged(numerics, scores, q, positions, table, *pages):
+  """`attention.paged` over blocks of rows."""
+  return layers.map_rows(
+    lambda *rows: attention.paged(*rows, *pages, **scores),
+    numerics,
+    q,
+    positions,
+    table,
   )
 
 
@@ -119,34 +137,32 @@ def _paged_heads(numerics, scores, q, k, v, positions):
   first = (jnp.arange(b * t) - flat) // block  # page of the segment's start
   table = first[:, None] + jnp.arange(t // block)[None, :]
   table = jnp.clip(table, 0, b * t // block - 1)
-  return layers.map_rows(
-    lambda *rows: attention.paged(*rows, *pages, **scores),
-    numerics,
-    q,
-    flat,
-    table,
-  )
+  return _paged(numerics, scores, q, flat, table, *pages)
 
 
-def _layer_forward(config, numerics, plausibility, p, x, seg, pos, replay):
-  out = _layer(config, numerics, plausibility, p, x, seg, pos, replay)
+def _layer_forward(
+  config, numerics, plausibility, audit, p, x, seg, pos, replay
+):
+  out = _layer(config, numerics, plausibility, audit, p, x, seg, pos, replay)
   return out, (p, x, seg, pos, out[1])
 
 
-def _layer_backward(config, numerics, plausibility, residuals, cotangents):
+def _layer_backward(
+  config, numerics, plausibility, audit, residuals, cotangents
+):
   p, x, seg, pos, experts = residuals
   # Either form of latent attention has these derivatives; this one is cheaper.
   fast = dataclasses.replace(logprobs.as_fast(numerics), mla='expanded')
 
   def again(p, x):  # the routes taken are replayed, whatever chose them
-    return _layer(config, fast, 0.0, p, x, seg, pos, experts)[0]
+    return _layer(config, fast, 0.0, False, p, x, seg, pos, experts)[0]
 
   _, pull = jax.vjp(again, p, x)
   grad_p, grad_x = pull(cotangents[0])
   return grad_p, grad_x, None, None, None
 
 
-_layer_fixed = jax.custom_vjp(_layer, nondiff_argnums=(0, 1, 2))
+_layer_fixed = jax.custom_vjp(_layer, nondiff_argnums=(0, 1, 2, 3))
 _layer_fixed.defvjp(_layer_forward, _layer_backward)
 
 
@@ -160,6 +176,7 @@ def forward(
   experts: Array | None = None,
   plausibility: float = 0.0,
   layout: mesh_lib.Layout | None = None,
+  audit: bool = True,
 ) -> Output:
   """Hidden states of packed segments.
 
@@ -172,6 +189,7 @@ def forward(
     experts: int16 [B, T, L, K] to replay; None or -1 routes natively.
     plausibility: see `moe.route`.
     layout: static; see `sharded.forward`.
+    audit: static; whether `Output.native` is read (`moe.route`).
 
   Returns:
     `Output`; `load` counts real tokens only.
@@ -187,6 +205,7 @@ def forward(
       experts,
       plausibility,
       layout,
+      audit,
     )
   b, t = tokens.shape
   sparse, k = moe_layers(config), config.experts_per_token
@@ -194,13 +213,17 @@ def forward(
   if experts is None:
     experts = jnp.full((b, t, sparse, k), -1, jnp.int16)
 
-  layer = _layer if numerics.mode == 'fast' else _layer_fixed
+  layer = functools.partial(
+    _layer if numerics.mode == 'fast' else _layer_fixed,
+    config,
+    numerics,
+    plausibility,
+    audit,
+  )
 
   def body(x, inputs):
     p, replay = inputs
-    x, used, native = layer(
-      config, numerics, plausibility, p, x, segment_ids, positions, replay
-    )
+    x, used, native = layer(p, x, segment_ids, positions, replay)
     return x, (used, native)
 
   if config.dense_layers:
@@ -327,6 +350,38 @@ def _over_layers(body: Any, carry: Any, stack: Any) -> tuple[Any, Any]:
   return carry, jax.tree.map(lambda *x: jnp.stack(x), *results)
 
 
+def sequences_of(rows: int, sequences: int) -> np.ndarray | None:
+  """Which sequence each row of a step is of, int32 [rows].
+
+  A step has R1 rows that are of a sequence each, and then T tiles of `TILE`
+  rows that are: rows = R1 + TILE T and sequences = R1 + T. None where there are
+  no tiles: row n is of sequence n.
+
+  Raises:
+    ValueError: no whole number of tiles makes up the difference.
+  """
+  tiles, rest = divmod(rows - sequences, TILE - 1)
+  if rest or not 0 <= tiles <= sequences:
+    raise ValueError(
+      f'{rows} rows of {sequences} sequences; a step takes R1 + {TILE} T rows'
+      ' of R1 + T'
+    )
+  if not tiles:
+    return None
+  alone = sequences - tiles
+  in_tiles = np.repeat(np.arange(alone, sequences, dtype=np.int32), TILE)
+  return np.concatenate([np.arange(alone, dtype=np.int32), in_tiles])
+
+
+def _places(positions, table, of, block):
+  """(positions, pages) of rows, int32 [N]; nobody's are at 0, on scratch."""
+  if of is None:
+    page = jnp.take_along_axis(table, positions[:, None] // block, axis=1)
+    return positions, page[:, 0]
+  at = jnp.maximum(positions, 0)
+  return at, jnp.where(positions < 0, 0, table[of, at // block])
+
+
 def step(
   params: Any,
   config: ModelConfig,
@@ -336,18 +391,24 @@ def step(
   positions: Array,
   table: Array,
   layout: mesh_lib.Layout | None = None,
+  turns: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array, Cache]:
   """Runs N loose rows, prefill and decode alike, through the model.
 
   The keys and values of all rows are written before any row attends, so rows of
-  one sequence may be in the same step.
+  one sequence may be in the same step. Where they stand in it, alone or in a
+  tile, changes no bit of theirs.
 
   Args:
     params: as `forward` takes them, or `split_layers` of it.
-    tokens, positions: int32 [N].
-    table: int32 [N, M]; pages of each row's sequence; row 0s are scratch.
+    tokens: int32 [N].
+    positions: int32 [N]; negative where a row of a tile is nobody's.
+    table: int32 [S, M]; pages of each row's sequence; row 0s are scratch. S is
+      N, or less where rows lie in tiles (`sequences_of`): then a kernel reads
+      the pages of a tile's sequence once for all of them.
     layout: static; rows, cache and experts are this device's, inside of
       `shard_map`, and all other parameters whole.
+    turns: see `trunk.rope`.
 
   Returns:
     (hidden [N, D], experts int16 [N, L, K], cache).
@@ -356,38 +417,34 @@ def step(
   block, form = numerics.kv_block, mla.form(numerics, training=False)
   scores, ops = trunk.score_arguments(config, form), operations.of(numerics)
   pages = cache.keys.shape[0] // config.layers
-  cos, sin = trunk.rope(config, positions, table.shape[1] * block)
-  page = jnp.take_along_axis(table, positions[:, None] // block, axis=1)[:, 0]
-  offset = positions % block
+  of = sequences_of(n, table.shape[0])
+  at, page = _places(positions, table, of, block)
+  cos, sin = trunk.rope(config, at, table.shape[1] * block, turns)
+  offset, kernels = at % block, ops.sparse != operations.XLA
   replay = jnp.full((n, config.experts_per_token), -1, jnp.int32)
 
   def body(carry, p):
     x, index, keys, values = carry
     base = index * pages
-    q, k, v = layers.map_rows(
-      functools.partial(trunk.project, p, config, numerics, form),
-      numerics,
-      x,
-      cos,
-      sin,
-    )
-    keys = keys.at[base + page, offset].set(k)
+    project = functools.partial(trunk.project, p, config, numerics, form)
+    q, k, v = layers.map_rows(project, numerics, x, cos, sin)
+    place = base + page
+    if kernels:
+      # Nobody's rows write nowhere: on a GPU hundreds of rows at one address
+      # wait for each other, longer than all else in the step takes.
+      place = jnp.where(page == 0, len(keys), place)
+    keys = keys.at[place, offset].set(k, unique_indices=kernels)
     if v is not None:
-      values = values.at[base + page, offset].set(v)
-    if ops.sparse != operations.XLA:
+      values = values.at[place, offset].set(v, unique_indices=kernels)
+    if kernels:
       heads = operations.paged_attention(
-        ops, q, positions, base + table, keys, values, **scores
+        ops, q, positions, base + table, keys, values, tile=TILE, **scores
       )
     else:
-      heads = layers.map_rows(
-        lambda *rows: attention.paged(*rows, keys, values, **scores),
-        numerics,
-        q,
-        positions,
-        base + table,
-      )
+      own = base + (table if of is None else table[of])
+      heads = _paged(numerics, scores, q, at, own, keys, values)
     finish = functools.partial(
-      trunk.finish, p, config, numerics, form, 0.0, layout=layout
+      trunk.finish, p, config, numerics, form, 0.0, layout=layout, audit=False
     )
     if layout is None:
       x, used, _ = layers.map_rows(finish, numerics, x, heads, replay)

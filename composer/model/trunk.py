@@ -32,7 +32,7 @@ class Output:
 
   hidden: Array  # [B, T, D], in `numerics.compute`
   experts: Array  # int16 [B, T, L, K], in use
-  native: Array  # int16 [B, T, L, K], what the router alone would have chosen
+  native: Array  # int16 [B, T, L, K], the router's own; see `moe.route`
   load: Array  # float32 [L, E], tokens that each expert got
 
 
@@ -74,6 +74,7 @@ def finish(
   heads: Array,
   replay: Array,
   layout: mesh_lib.Layout | None = None,
+  audit: bool = True,
 ) -> tuple[Array, Array, Array]:
   """Attention's output to the layer's output; rows [R, ...]."""
   p, ops = layers.as_compute(numerics, p), operations.of(numerics)
@@ -82,7 +83,7 @@ def finish(
     none = jnp.zeros((x.shape[0], 0), jnp.int32)
     return layers.feed_forward(p['mlp'], config, x, ops), none, none
   return moe.moe(
-    p['moe'], config, numerics.moe, x, replay, plausibility, layout, ops
+    p['moe'], config, numerics.moe, x, replay, plausibility, layout, ops, audit
   )
 
 
@@ -102,10 +103,17 @@ def project(
 
 
 def rope(
-  config: ModelConfig, positions: Array, length: int
+  config: ModelConfig,
+  positions: Array,
+  length: int,
+  table: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
-  """cos and sin [R, K / 2] of positions [R], all below `length`."""
-  cos, sin = layers.rope_table(config, length)
+  """cos and sin [R, K / 2] of positions [R], all below `length`.
+
+  `table` is `layers.rope_table` on the device. Without it that is a constant of
+  the program, which a long context makes slow to compile.
+  """
+  cos, sin = layers.rope_table(config, length) if table is None else table
   return jnp.asarray(cos)[positions], jnp.asarray(sin)[positions]
 
 

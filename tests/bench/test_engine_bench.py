@@ -12,6 +12,7 @@ from composer import params as params_lib
 from composer.bench import engine as bench
 from composer.bench import engine_load
 from composer.bench import engine_roofline
+from composer.bench import engine_shapes
 from composer.model import presets
 from composer.model import transformer
 
@@ -98,7 +99,67 @@ def test_sessions_are_served_and_measured():
 
 
 def test_what_is_shown():
-  found = [bench.Batch(1, 480.0, 0.31, None), bench.Batch(64, 9e4, 0.5, 647.0)]
-  lines = bench.batch_table(found).splitlines()
-  assert len({len(line) for line in lines}) == 1
-  assert lines[1].split() == ['1', '480', '31.0%', '-']
+  found = bench.Batch(1, 480.0, 500.0, 0.31, 9e4, 0.5, None, 3, 4.2)
+  first, second = (
+    bench.batch_line(b)
+    for b in (found, dataclasses.replace(found, batch=64, transformers=647.0))
+  )
+  assert first.split()[:6] == ['1', '480', '500', '31.0%', '90,000', '50.0%']
+  assert first.split()[6:] == ['-', '3', 'in', '4', 's']
+  assert len(first) == len(second) and second.split()[6] == '647'
+
+
+def test_a_prompt_is_products_and_pairs():
+  """Counted by hand for one layer of grouped, and of absorbed, attention."""
+  model = dataclasses.replace(presets.TINY, layers=1, dense_layers=1)
+  d, h, g, k, f = 32, 4, 2, 8, 24
+  products = d * (h + 2 * g) * k + h * k * d + 3 * d * f + 3 * d  # and norms
+  pairs = 6 * 7 // 2
+  got = engine_roofline.prompt_flops(model, NUMERICS, 6)
+  assert got == pytest.approx(2 * 6 * products + 4 * h * k * pairs, rel=0.01)
+  latent = presets.TINY_LATENT
+  more = [
+    engine_roofline.prompt_flops(
+      latent, dataclasses.replace(NUMERICS, mla=form), 100
+    )
+    for form in ('absorbed', 'expanded')
+  ]
+  pairs, heads = 100 * 101 / 2, latent.layers * latent.heads
+  wider = (16 + 4 + 16) - (8 + 4 + 6)
+  assert more[0] - more[1] == pytest.approx(2 * heads * wider * pairs)
+
+
+def test_shapes_are_drawn_as_steps_read_them():
+  """By name; float32 stays what must be wide, and nothing is left out."""
+  with pytest.raises(ValueError, match='qwen3'):
+    engine_shapes.shape('huge')
+  half = dataclasses.replace(NUMERICS, compute='bfloat16')
+  model = presets.TINY
+  drawn = params_lib.named(engine_shapes.draw(model, half))
+  spec = params_lib.named(transformer.spec(model))
+  assert {n: v.shape for n, v in drawn.items()} == {
+    n: s.shape for n, s in spec.items()
+  }
+  for name, value in drawn.items():
+    wide = 'norm' in name or 'router' in name
+    assert value.dtype == (np.float32 if wide else 'bfloat16'), name
+  stack = np.asarray(drawn['layers/moe/down'], np.float32)
+  assert not np.array_equal(stack[0], stack[1])
+  assert stack.std() == pytest.approx(16**-0.5, rel=0.1)
+
+
+def test_an_engine_is_measured():
+  shape = engine_shapes.Shape(presets.TINY, 'tiny', (2,), prompt=6, new=5)
+  numerics = dataclasses.replace(NUMERICS, row_block=64)  # one shape
+  params = params_lib.init(transformer.spec(shape.model), jax.random.key(0))
+  found = bench.measure_batch(shape, numerics, params, 2, CEILINGS)
+  assert found.compilations == 1 and found.compile_s > 0
+  assert 0 < found.tokens_per_s < found.decode_per_s
+  assert found.roofline > 0 and found.products > 0 and found.prompt_per_s > 0
+
+
+def test_a_bad_choice_is_refused():
+  with pytest.raises(ValueError, match='--mode=quick.*bitwise'):
+    bench.run(mode='quick')
+  with pytest.raises(ValueError, match='--shape=huge'):
+    bench.run(shape='huge')

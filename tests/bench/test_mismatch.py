@@ -35,9 +35,12 @@ def found():
     spec, jax.tree.map(lambda x: x * jnp.float32(1.7), drawn)
   )
   waves = mismatch_inputs.waves(len(PLANS))
-  return mismatch.measure_plans(
-    EXPERIMENT, params, PLANS, waves, mismatch.MODES
+  told = []
+  found = mismatch.measure_plans(
+    EXPERIMENT, params, PLANS, waves, mismatch.MODES, report=told.append
   )
+  assert len(told) == len(mismatch.MODES)
+  return found
 
 
 def test_sessions_are_what_makes_engines_disagree(found):
@@ -121,3 +124,21 @@ def test_nothing_to_measure_is_refused():
     mismatch.run(tokens=0)
   with pytest.raises(ValueError, match='bfloat16'):
     mismatch.run(compute='float8')
+  with pytest.raises(ValueError, match='--mode=quick.*aligned'):
+    mismatch.run(mode='quick')
+  with pytest.raises(ValueError, match='--attention=linear.*latent'):
+    mismatch.run(attention='linear')
+
+
+def test_an_accelerator_has_an_engine_of_its_own():
+  """Where kernels attend: prompts beyond a step, pages for some sessions only,
+  and the timed ones fit without another shape."""
+  numerics = dataclasses.replace(
+    EXPERIMENT.numerics, kv_block=64, kernels='reference'
+  )
+  engine = mismatch_inputs.engine_config(768, numerics)
+  assert engine.sequences < engine.rows < 768 // 2
+  assert engine.pages - 1 < engine.sequences * 768 // 64
+  for model in mismatch_inputs.WIDE_MODELS.values():
+    assert model.layers == model.dense_layers
+    assert not model.width % 64 and not model.dense_hidden % 64

@@ -16,6 +16,7 @@ from composer import config as config_lib
 from composer import params as params_lib
 from composer import templates
 from composer.inference import engine as engine_lib
+from composer.inference import sequence
 from composer.inference import server
 from composer.inference import server_sessions
 from composer.model import presets
@@ -65,8 +66,8 @@ class Stats:
 
 
 class Scripted:
-  """Samples the given ids, request by request; an exception is raised, and
-  None waits until it is cancelled."""
+  """Samples the given ids, request by request; an exception is raised, a
+  function asked with the request, and None waits until it is cancelled."""
 
   version = 3
   stats = Stats()
@@ -86,6 +87,8 @@ class Scripted:
     turn = self.turns.pop(0)
     if isinstance(turn, Exception):
       raise turn
+    if callable(turn):
+      turn = turn(request)
     if turn is None:
       await self._forever(request)
     tokens = np.array(turn[: request.max_tokens], np.int32)
@@ -93,7 +96,10 @@ class Scripted:
       await asyncio.sleep(0)
       if request.on_tokens:
         request.on_tokens(_piece(tokens[i : i + 1]))
-    return completion(request.tokens, tokens, request.stop_tokens)
+    answer = completion(request.tokens, tokens, request.stop_tokens)
+    if request.mask is None:
+      return answer
+    return dataclasses.replace(answer, **_kept(request, tokens))
 
   async def _forever(self, request):
     if request.on_tokens:
@@ -110,6 +116,19 @@ def _piece(tokens):
   return Piece(
     tokens, _logprobs(tokens), np.full(len(tokens), Scripted.version, np.int32)
   )
+
+
+def _kept(request, tokens):
+  """What the mask leaves of 300 ids, as an engine keeps it."""
+  kept = []
+  for i, token in enumerate(tokens):
+    ids = np.flatnonzero(request.mask(tokens[:i])).astype(np.int32)
+    if token not in ids:
+      raise ValueError(f'token {token} at {i} is not among {ids.tolist()}')
+    kept.append(ids[:0] if len(ids) == 300 else ids)
+  if request.max_kept is not None and max(map(len, kept)) > request.max_kept:
+    return {}
+  return sequence.ragged(kept)
 
 
 def _logprobs(tokens):
@@ -223,7 +242,7 @@ def engine():
   model = dataclasses.replace(presets.TINY, vocab_size=272)
   numerics = config_lib.NumericsConfig(row_block=8, kv_block=4)
   config = config_lib.EngineConfig(
-    rows=16, sequences=8, pages=400, max_context=256
+    rows=16, sequences=8, pages=600, max_context=640
   )
   spec = transformer.spec(model)
   params = params_lib.to_published(

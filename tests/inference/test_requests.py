@@ -37,7 +37,10 @@ def but(r, **changed):
 
 
 def kept_of(c):
-  return np.split(c.kept_ids, c.kept_offsets[1:-1])
+  """Ids that each token was drawn among; where none are kept, it was all."""
+  every = np.arange(MODEL.vocab_size)
+  kept = np.split(c.kept_ids, c.kept_offsets[1:-1])
+  return [ids if len(ids) else every for ids in kept]
 
 
 # --- cut distributions --------------------------------------------------------
@@ -157,6 +160,52 @@ def test_cut_draws_have_the_right_frequencies(start):
   assert np.sum((seen - want) ** 2 / want) < n + 5 * np.sqrt(2 * n)
 
 
+@pytest.mark.parametrize('most', [0, 7, 8])
+def test_more_kept_ids_than_are_wanted_are_not_kept(start, most):
+  """None of the answer's, rather than some: it draws what it draws anyway."""
+  told = []
+  r = but(request([9, 8, 7], 4, 12), top_k=8, on_tokens=told.append)
+  whole_one, few = answer(start(), r, but(r, max_kept=most))
+  np.testing.assert_array_equal(few.tokens, whole_one.tokens)
+  np.testing.assert_array_equal(few.logprobs, whole_one.logprobs)
+  assert (few.kept_ids is None) == (few.kept_offsets is None) == (most < 8)
+  free = but(r, top_k=0, mask=lambda _: np.ones(64, bool), max_kept=0)
+  (c,) = answer(start(), free)
+  assert c.kept_ids.tolist() == [] and c.kept_offsets.tolist() == [0] * 13
+
+
+# --- the likeliest ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize('cuts', [{}, {'top_k': 7}, {'top_p': 0.6}], ids=str)
+@pytest.mark.parametrize('temperature', [0.7, 0.0])
+def test_top_logprobs(start, cuts, temperature):
+  """Of the distribution that was sampled from; asking changes no token."""
+  told = []
+  r = but(request([9, 8, 7, 1, 2], 4, 9, temperature=temperature), **cuts)
+  asked = but(r, top_logprobs=True, on_tokens=told.append)
+  plain, c = answer(start(), r, asked)
+  for name in ('tokens', 'logprobs', 'kept_ids', 'experts'):
+    np.testing.assert_array_equal(getattr(c, name), getattr(plain, name), name)
+  assert plain.top_ids is None and c.top_ids.shape == (9, sampling.TOP)
+  for name in ('top_ids', 'top_logprobs'):
+    pieces = np.concatenate([getattr(p, name) for p in told])
+    np.testing.assert_array_equal(pieces, getattr(c, name))
+  z, _ = logits_of(serving.weights()[0], whole(r, c))
+  for s in range(9):
+    row = z[len(r.tokens) + s - 1] / (temperature or 1.0)
+    drawn = cuts if temperature else {}
+    kept = naive_kept(row, **drawn)
+    want = log_softmax(row[kept])
+    order = np.argsort(-want, kind='stable')[: sampling.TOP]
+    count = len(order)
+    np.testing.assert_array_equal(c.top_ids[s, :count], kept[order])
+    np.testing.assert_allclose(
+      c.top_logprobs[s, :count], want[order], atol=1e-4
+    )
+    assert np.all(np.isneginf(c.top_logprobs[s, count:]))
+
+
 # --- masks --------------------------------------------------------------------
 
 
@@ -264,7 +313,8 @@ def test_pieces_join_to_the_answer(start):
       np.testing.assert_array_equal(got, getattr(c, name), name)
     kept = [ids for p in told[n] for ids in p.kept or ()]
     assert bool(kept) == (c.kept_ids is not None)
-    for got, want in zip(kept, kept_of(c) if kept else (), strict=True):
+    some = np.split(c.kept_ids, c.kept_offsets[1:-1]) if kept else ()
+    for got, want in zip(kept, some, strict=True):
       np.testing.assert_array_equal(got, want)
   assert max(len(pieces) for pieces in told.values()) > 5
   assert_equal_answers(answers, answer(start(), *requests))

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import threading
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from serving import until
 from serving import whole
 
 from composer.inference import drafts
+from composer.inference import engine as engine_lib
 from composer.inference import programs
 from composer.model import transformer
 
@@ -201,6 +203,33 @@ def test_nothing_compiles_after_warm_up(start):
   answer(engine, requests[1])
   assert engine.stats.compilations == 0
   assert programs.compiled() == before
+
+
+def test_weights_on_their_way_are_warmed_up_with(start, monkeypatch):
+  """Taken up by the loop and not yet there, they are neither pending nor active."""
+  swapping, go_on = threading.Event(), threading.Event()
+  swap = engine_lib.Engine._swap
+
+  def slow(self, *weights):
+    swapping.set()
+    assert go_on.wait(SECONDS)
+    swap(self, *weights)
+
+  monkeypatch.setattr(engine_lib.Engine, '_swap', slow)
+  engine = start()
+  assert swapping.wait(SECONDS)
+  threading.Timer(0.2, go_on.set).start()
+  assert engine.warm_up() == len(programs.step_sizes(NUMERICS, CONFIG))
+
+
+def test_prepared_parameters_stay_as_they_are():
+  params = serving.make_params(0)
+  prepared = engine_lib.prepare(NUMERICS, params, split=True)
+  assert engine_lib.prepare(NUMERICS, prepared, split=True) is prepared
+  stack, layers = params['layers'], prepared['layers']
+  assert len(layers) == transformer.moe_layers(MODEL)
+  again = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+  jax.tree.map(np.testing.assert_array_equal, again, stack)
 
 
 # --- drafts -------------------------------------------------------------------

@@ -232,36 +232,36 @@ def test_choices(serve, scripted, vocabularies):
 def test_tool_choice(serve, scripted, vocabularies, name, choice):
   """The call is begun for the model, which goes on from there."""
   tokenizer = vocabularies[name]
-  engine = scripted([65])
-  about = dict(model='m', messages=ASK, tools=TOOLS, max_tokens=1)
+  begun, tail = [], []
+
+  def go_on(request):
+    """What the model would write of a whole call, behind what was begun."""
+    begun.extend(request.tokens.tolist())
+    whole = calling(name, tokenizer, '')
+    opening = running.server.template.open_turn(tokenizer)
+    at = len(begun) - 1 - begun[::-1].index(opening[0])
+    tail.extend(_behind(tokenizer, begun[at + len(opening) :], whole))
+    return tail
+
+  engine = scripted(go_on)
+  about = dict(model='m', messages=ASK, tools=TOOLS)
   named = {'type': 'function', 'function': {'name': 'weather'}}
   about['tool_choice'] = named if choice == 'weather' else choice
   with serve(engine, name) as running:
-    running.client.chat.completions.create(**about)
-    begun = engine.requests[0].tokens.tolist()
+    answer = running.client.chat.completions.create(**about)
     text = tokenizer.decode(begun)
     assert ('weather' in text[text.rindex('assistant') :]) == (
       choice == 'weather'
     )
-    # What the model would write of a whole call goes on from there.
-    template = running.server.template
-    whole = calling(name, tokenizer, '')
-    opening = template.open_turn(tokenizer)
-    at = len(begun) - 1 - begun[::-1].index(opening[0])
-    forced = begun[at + len(opening) :]
-    tail = _behind(tokenizer, forced, whole)
-    engine.turns.append(tail)
-    answer = running.client.chat.completions.create(
-      **about | {'max_tokens': 99}
-    )
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == 'weather'
     assert json.loads(call.function.arguments) == json.loads(ARGUMENTS)
-    (session,) = [
-      x for x in running.server.table._sessions.values() if x.calls == 1
-    ][-1:]
+    (session,) = running.server.table._sessions.values()
     (segment,) = running.server.table.segments(session)
     assert segment.tokens[segment.sampled].tolist() == tail
+    # The braces and quotes are certain, what is quoted is not.
+    among = np.diff(segment.kept_offsets)[segment.sampled]
+    assert among.min() == 1 and among.max() > 100
 
 
 def _behind(tokenizer, forced, whole):

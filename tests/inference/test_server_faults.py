@@ -7,12 +7,14 @@ import socket
 import time
 
 import httpx2
+import numpy as np
 import openai
 import pytest
 
 from composer.inference import server
 from composer.inference import server_answers
 from composer.inference import server_state
+from composer.records import Completion
 
 ASK = [{'role': 'user', 'content': 'hi'}]
 TOOL = {'type': 'function', 'function': {'name': 'f', 'parameters': {}}}
@@ -36,6 +38,11 @@ def nested(depth):
   return schema
 
 
+def schema(value, **more):
+  described = {'name': 'x', 'schema': value, **more}
+  return {'response_format': {'type': 'json_schema', 'json_schema': described}}
+
+
 # What is changed of a right body -> (status, code, param).
 CHATS = [
   ({'model': 'other'}, 404, 'model_not_found', 'model'),
@@ -55,10 +62,35 @@ CHATS = [
   ({'stream': 'yes'}, 400, 'invalid_type', 'stream'),
   ({'temprature': 1}, 400, 'unknown_parameter', 'temprature'),
   ({'logit_bias': {'5': 1}}, 400, 'unsupported_value', 'logit_bias'),
-  ({'top_logprobs': 5}, 400, 'unsupported_value', 'top_logprobs'),
+  ({'top_logprobs': 5}, 400, 'invalid_value', 'top_logprobs'),
+  ({'logprobs': True, 'top_logprobs': 21}, 400, 'invalid_value',
+   'top_logprobs'),
+  ({'min_tokens': 5, 'max_tokens': 4}, 400, 'invalid_value', 'min_tokens'),
+  ({'min_tokens': 1, 'response_format': {'type': 'json_object'}}, 400,
+   'invalid_value', 'min_tokens'),
+  ({'ignore_eos': 1}, 400, 'invalid_type', 'ignore_eos'),
+  ({'parallel_tool_calls': 'no'}, 400, 'invalid_type', 'parallel_tool_calls'),
   ({'frequency_penalty': 1}, 400, 'unsupported_value', 'frequency_penalty'),
-  ({'response_format': {'type': 'json_object'}}, 400, 'unsupported_value',
+  ({'response_format': {'type': 'yaml'}}, 400, 'invalid_value',
    'response_format'),
+  ({'response_format': {'type': 'json_schema'}}, 400, 'invalid_value',
+   'response_format'),
+  (schema({'type': 'strnig'}), 400, 'invalid_function_parameters',
+   'response_format.json_schema.schema'),
+  (schema({'$ref': '#/$defs/x'}), 400, 'invalid_schema', 'response_format'),
+  (schema({'not': {}}, strict=True), 400, 'invalid_schema', 'response_format'),
+  (schema({'enum': []}), 400, 'invalid_schema', 'response_format'),
+  ({'structured_outputs': {'choice': []}}, 400, 'invalid_value',
+   'structured_outputs'),
+  ({'structured_outputs': {'regex': '('}}, 400, 'invalid_schema',
+   'structured_outputs'),
+  ({'structured_outputs': {'regex': 'a', 'json': {}}}, 400, 'invalid_value',
+   'structured_outputs'),
+  ({'tools': tool(strict='yes')}, 400, 'invalid_type',
+   'tools[0].function.strict'),
+  ({'tools': tool(strict=True, parameters={'type': 'object', 'properties':
+    {'x': {'pattern': '((', 'type': 'string'}}})}, 400, 'invalid_schema',
+   'tools'),
   ({'stop_token_ids': [300]}, 400, 'invalid_value', 'stop_token_ids'),
   ({'stop_token_ids': [[1, -1]]}, 400, 'invalid_value', 'stop_token_ids'),
   ({'metadata': {'session_id': '../x'}}, 400, 'invalid_value',
@@ -106,7 +138,8 @@ TEXTS = [
   ({'prompt': [5, 300]}, 400, 'invalid_value', 'prompt'),
   ({'prompt': [-1]}, 400, 'invalid_value', 'prompt'),
   ({'prompt': [[5], [10**30]]}, 400, 'invalid_value', 'prompt'),
-  ({'logprobs': 3}, 400, 'unsupported_value', 'logprobs'),
+  ({'logprobs': 21}, 400, 'invalid_value', 'logprobs'),
+  (schema({'enum': []}), 400, 'invalid_schema', 'response_format'),
   ({'echo': True}, 400, 'unsupported_value', 'echo'),
   ({'prompt': ['x'] * 200}, 400, 'invalid_value', 'n'),
   ({'messages': ASK}, 400, 'unknown_parameter', 'messages'),
@@ -273,6 +306,44 @@ def test_engine_that_fails(serve, scripted):
     assert caught.value.status_code == 504
 
 
+def test_an_answer_that_nobody_reads(serve, scripted, caplog):
+  """One that is more than the sockets hold, past its time: it is broken off,
+  and nothing of it is recorded."""
+  engine = scripted()
+  with serve(engine, request_s=0.5) as running:
+    table = running.server.table
+    table.shape = (2500, 400)  # 6 MB of routes
+    long = np.zeros((3, *table.shape), np.int16)
+    long[:] = np.arange(400)
+    answer = Completion(
+      tokens=np.array([65, 66], np.int32),
+      logprobs=np.zeros(2, np.float32),
+      versions=np.zeros(2, np.int32),
+      experts=long,
+      computed_versions=np.zeros(3, np.int32),
+      stop_reason='stop',
+    )
+
+    async def sample(request):
+      return answer
+
+    engine.sample = sample
+    body = {'model': 'm', 'prompt': [65], 'return_experts': True}
+    data = json.dumps(body).encode()
+    with connect(running.url) as peer:
+      peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+      peer.sendall(
+        request_line(
+          running.url, '/v1/completions', JSON, f'Content-Length: {len(data)}'
+        )
+        + data
+      )
+      wait_for(lambda: running.server.metrics.cancelled == 1, 60)
+    assert 'after the answer had begun' in caplog.text
+    assert not running.server.active and not running.server.answers
+    assert len(table) == 0
+
+
 def test_the_end_of_a_stream_that_nobody_reads(monkeypatch):
   """Its task does not wait for ever; the connection is cut."""
   monkeypatch.setattr(server_answers, 'LAST_S', 0.05)
@@ -324,14 +395,31 @@ def test_tokens_and_hosts(serve, scripted):
 
 
 def test_too_many_at_once(serve, scripted):
+  """By requests, feedback included, and by the answers that they ask for."""
   engine = scripted(None)
   with serve(engine, max_requests=1) as running:
     client = running.client.with_options(max_retries=0)
     stream = client.completions.create(model='m', prompt='x', stream=True)
     with pytest.raises(openai.RateLimitError):
       client.completions.create(model='m', prompt='x')
+    feedback = f'{running.url}/v1/sessions/x/feedback'
+    good = {'kind': 'thumbs', 'value': 1}
+    assert httpx2.post(feedback, json=good).status_code == 429
     stream.close()
     wait_for(lambda: engine.cancelled)
+    wait_for(lambda: not running.server.active)
+    assert httpx2.post(feedback, json=good).status_code == 404
+  engine = scripted(None, None, None, [65])
+  with serve(engine, max_requests=3) as running:
+    client = running.client.with_options(max_retries=0)
+    create = client.completions.create
+    stream = create(model='m', prompt='x', n=3, stream=True)
+    with pytest.raises(openai.RateLimitError, match='4 answers'):
+      create(model='m', prompt='x')
+    stream.close()
+    wait_for(lambda: engine.cancelled == 3)
+    wait_for(lambda: running.server.answers == 0)
+    assert create(model='m', prompt='x', max_tokens=1).choices
 
 
 def test_draining(serve, scripted):

@@ -18,6 +18,7 @@ from composer.inference import server_process
 from composer.model import checkpoints
 from composer.model import presets
 from composer.model import transformer
+from composer.records import EngineError
 from composer.records import SampleRequest
 from composer.rollout import remote
 from composer.weights import forms
@@ -143,6 +144,52 @@ def test_a_model_without_a_vocabulary(tmp_path):
   checkpoints.save(tmp_path / 'model', MODEL, params_lib.unnamed(weights(0)))
   with pytest.raises(ValueError, match='--tokenizer'):
     server_process.run(options(tmp_path / 'model'))
+
+
+def test_following_goes_on_but_not_without_a_word(
+  checkpoint, monkeypatch, caplog
+):
+  """A swap that was slow, and a fault of ours, are told and the next version is
+  tried; with an engine that failed it ends, which is told too."""
+  stop, polls = threading.Event(), []
+
+  class Engine:
+    version = 3
+    failed = False
+
+    def check(self):
+      if self.failed:
+        raise EngineError('the engine failed')
+
+  class Subscriber:
+    problems = ()
+
+    def poll(self):
+      polls.append(None)
+      return len(polls), {}
+
+    def close(self):
+      pass
+
+  def activate(subscriber, options, source, engine, update, say):
+    if len(polls) == 1:
+      raise EngineError('did not become active')
+    if len(polls) == 2:
+      raise KeyError('odd')
+    engine.failed = True
+    raise EngineError('the engine failed')
+
+  monkeypatch.setattr(server_process, 'POLL_S', 0.001)
+  monkeypatch.setattr(server_process, '_activate', activate)
+  server_process._follow(
+    Subscriber(), options(checkpoint), None, Engine(), stop, print
+  )
+  assert len(polls) == 3
+  told = [x.getMessage() for x in caplog.records]
+  assert len(told) == 3, told
+  assert 'version 3 stays: did not become active' in told[0]
+  assert told[1].startswith('following') and caplog.records[1].exc_info
+  assert told[2] == 'no more weights are followed: the engine failed'
 
 
 def test_an_exchange_of_another_model(checkpoint, tmp_path):

@@ -217,3 +217,34 @@ def test_feedback_that_cannot_be_written(complete, tmp_path):
   with pytest.raises(OSError):
     asyncio.run(table.add_feedback(session, {'kind': 'thumbs', 'value': 1}))
   assert session.feedback == []
+
+
+def test_feedback_is_bounded(complete):
+  """What is used longest ago goes, feedback and all."""
+  limits = server_sessions.Limits(feedback=250)
+  table = server_sessions.Table((1, 2), limits)
+  feedback = {'kind': 'thumbs', 'value': 1, 'detail': 'x' * 56}  # 100 bytes
+  names = [call(table, complete, [i], [9], f's{i}') for i in range(4)]
+  for name in names[:2]:
+    asyncio.run(table.add_feedback(table.get(name), feedback))
+  assert table.feedback_bytes == 200 and len(table) == 4
+  asyncio.run(table.add_feedback(table.get('s3'), feedback))
+  assert sorted(table._sessions) == ['s1', 's3']
+  assert table.feedback_bytes == 200
+
+
+def test_what_cannot_be_trained_on_is_context(complete):
+  """Of whichever choice the next call goes on with."""
+  table = server_sessions.Table((1, 2))
+  context = np.array([1, 2], np.int32)
+  choices = [complete(context, [3, 4]), complete(context, [3, 5])]
+  name = table.locate('', context, False)
+  table.record(
+    name, context, choices, 1.0, named=False, trainable=[True, False]
+  )
+  (segment,) = table.segments(table.get(name))
+  assert segment.sampled.tolist() == [0, 0, 1, 1]
+  assert call(table, complete, [1, 2, 3, 5, 9], [6]) == name
+  (segment,) = table.segments(table.get(name))
+  assert segment.tokens.tolist() == [1, 2, 3, 5, 9, 6]
+  assert segment.sampled.tolist() == [0, 0, 0, 0, 0, 1]
