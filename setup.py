@@ -8,8 +8,8 @@ import setuptools
 HERE = pathlib.Path(__file__).parent
 INIT = (HERE / 'composer' / '__init__.py').read_text(encoding='utf-8')
 
-SERVE = ['aiohttp>=3.11,<4']
-TASKS = ['pytest>=8', 'coverage>=7.6,<8']
+SERVE = ['aiohttp>=3.11,<4', 'llguidance>=1.9,<2']
+TASKS = ['pytest>=8', 'coverage>=7.6,<8', 'packaging>=24']
 
 TEST = [
   *TASKS,

@@ -32,9 +32,14 @@ BENCH_OPTIONS = {  # which benches take it
   'egress': ('weights',),
   'checkpoint': ('engine', 'mismatch'),
   'load': ('engine',),
+  'shape': ('engine',),
+  'mode': ('engine', 'mismatch'),
   'tokens': ('mismatch',),
   'train_steps': ('mismatch',),
   'compute': ('mismatch',),
+  'attention': ('mismatch',),
+  'driver': ('machines',),
+  'burst': ('machines',),
 }
 TRACEBACK = 'COMPOSER_TRACEBACK'  # set: errors come with their traceback
 
@@ -361,9 +366,14 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
   )
   for name, kind, metavar, text in (
     ('load', str, 'FILE', 'of engine: a trace of sessions, as JSON'),
+    ('shape', str, 'NAME', 'of engine: smollm2, upcycled, qwen3 or kimi'),
+    ('mode', str, 'MODE', 'of engine and mismatch: fast, aligned or bitwise'),
     ('tokens', int, 'N', 'of mismatch: sampled in each mode (default: 12000)'),
     ('train-steps', int, 'N', 'of mismatch: of its model (default: 250)'),
     ('compute', str, 'DTYPE', 'of mismatch: bfloat16 (default) or float32'),
+    ('attention', str, 'KIND', 'of mismatch on a GPU: grouped or latent'),
+    ('driver', str, 'NAME', 'of machines: this one alone'),
+    ('burst', int, 'N', 'of machines: requested at once (default: 1000)'),
   ):
     parser.add_argument(f'--{name}', metavar=metavar, type=kind, help=text)
 

@@ -225,12 +225,6 @@ def check_tasks(experiment: config.Experiment) -> None:
       f'tasks.path is empty and tasks.kind={tasks.kind!r}',
       'name the folder that holds the tasks',
     )
-  require(
-    experiment.midtrain.steps == 0,
-    f'midtrain.steps={experiment.midtrain.steps} and tasks.kind={tasks.kind!r}:'
-    " mid-training renders sessions of 'repair' tasks",
-    'set midtrain.steps=0 and start from a checkpoint',
-  )
 
 
 def check_rows(experiment: config.Experiment) -> None:

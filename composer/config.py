@@ -106,13 +106,14 @@ class MidtrainConfig:
   batch_size: int = 16  # packed rows a step
   sequence_length: int = 256
   python_share: float = 0.1  # of rows that are Python source
+  sampled_only: bool = False  # sessions: a loss at sampled tokens alone
   learning_rate: float = 3e-3
   warmup_steps: int = 10
   schedule: str = 'constant'  # or 'cosine', to 0 at the last step
   max_grad_norm: float = 1.0
   weight_decay: float = 0.0
   router_bias_rate: float = 1e-2  # step of the selection bias towards balance
-  demonstrations: int = 12_000  # sessions rendered at most
+  demonstrations: int = 12_000  # sessions; played, if tasks need machines
   solutions: int = 3_000  # functions without a bug, as plain documents
   demo_right_edit: float = 0.3  # how often the scripted agent edits right
   demo_test: float = 0.5  # how often it tests after an edit
@@ -125,6 +126,8 @@ class TasksConfig:
   kind: str = 'repair'
   # Of kind 'repository', what `composer tasks build` wrote; of 'harbor', tasks.
   path: str = ''
+  only: str = ''  # a pattern; tasks in whose id it is not found are left out
+  tools: str = ''  # names of those that are offered; '': all that a task has
   seed: int = 0  # of the split and of the variable names
   held_out_bug_share: float = 0.25
   held_out_function_share: float = 0.2
@@ -168,6 +171,7 @@ class EngineConfig:
 class MachineConfig:
   driver: str = 'namespace'  # or 'microvm'; 'process': trusted code only
   image: str = ''  # name or root filesystem; '': this system, or `base`
+  hypervisor: str = 'auto'  # of microvm: firecracker, qemu, or what boots
   accelerator: str = 'auto'  # of microvm: kvm, tcg, or kvm if it boots
   start_timeout_s: float = 10.0
   exec_timeout_s: float = 10.0

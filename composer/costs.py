@@ -39,6 +39,7 @@ _ALIASES = {
   'psum_scatter': 'reduce_scatter',
   'reduce_scatter_p': 'reduce_scatter',
 }
+_BY_LOAD = 'grouped_'  # names of kernels that skip rows which nobody filled
 
 
 @dataclasses.dataclass
@@ -47,7 +48,8 @@ class Costs:
 
   Attributes:
     flops: of matrix products, a multiplication and an addition being two.
-    kernel_flops: those that kernels estimate for themselves, at full buffers.
+    kernel_flops: those that kernels of the experts estimate for themselves, at
+      full buffers; what other kernels estimate is among `flops`.
     wire: (collective, mesh axes) -> bytes that the device sends.
     calls: (collective, mesh axes) -> how often.
     unknown: parts that could not be counted: loops without a fixed length (one
@@ -160,11 +162,14 @@ def _product_flops(name: str, eqn: Any) -> float:
 
 def _kernel(eqn: Any, total: Costs, share: float) -> None:
   estimate = eqn.params.get('cost_estimate')
+  about = eqn.params.get('name_and_src_info') or eqn.params.get('name')
+  name = str(getattr(about, 'name', about))
   if estimate is None:
-    about = eqn.params.get('name_and_src_info') or eqn.params.get('name')
-    total.unknown.add(f'kernel {getattr(about, "name", about)}')
-  else:
+    total.unknown.add(f'kernel {name}')
+  elif name.startswith(_BY_LOAD):
     total.kernel_flops += share * estimate.flops
+  else:
+    total.flops += share * estimate.flops
 
 
 def _collective(

@@ -96,6 +96,7 @@ def loss_fn(
     batch['segment_ids'],
     batch['positions'],
     layout=layout,
+    audit=False,
   )
   logprobs, _ = transformer.token_logprob(
     params,

@@ -1,7 +1,7 @@
 """Whether an experiment fits a pod, and what bounds it: `composer plan`.
 
 The experiment's real functions (mid-training step; gradient and update of
-reinforcement; the engine's decode step) are compiled ahead of time for a named
+reinforcement; the engine's step) are compiled ahead of time for a named
 topology with libtpu, which needs no TPU. Memory is what the compiler allots;
 FLOPs and bytes of collectives are counted by `costs`, since a compiler counts
 the body of a loop once. The bounds that they imply are of the chip's published
@@ -35,7 +35,8 @@ from composer import costs
 from composer import mesh as mesh_lib
 from composer import midtrain
 from composer import params as params_lib
-from composer.inference import sampling
+from composer.inference import batches
+from composer.inference import programs as programs_lib
 from composer.model import transformer
 from composer.rl import pack
 from composer.rl import trainer
@@ -300,7 +301,6 @@ def _decoding(experiment: config_lib.Experiment, devices: list[Any]) -> Program:
   )
   params = _abstract(published, parts)
   rows = NamedSharding(mesh, PartitionSpec('expert'))
-  n, block = engine.rows * held, numerics.kv_block
   cache = jax.eval_shape(
     lambda: transformer.init_cache(model, numerics, engine.pages * held)
   )
@@ -308,39 +308,38 @@ def _decoding(experiment: config_lib.Experiment, devices: list[Any]) -> Program:
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), cache
   )
 
-  def vector(kind, *more):
-    return jax.ShapeDtypeStruct((n, *more), kind, sharding=rows)
-
-  args = (
-    params,
-    cache,
-    vector(jnp.int32),
-    vector(jnp.int32),
-    vector(jnp.int32, engine.max_context // block),
-    vector(jnp.float32),
-    vector(jnp.uint32),
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # not this device's
+    size = programs_lib.step_sizes(numerics, engine)[-1]
+    maker = batches.Maker(model, numerics, engine)
+    batch = maker.blank(size, maker.tables.shape[1], False, False)
+  last = np.zeros(engine.sequences + 1, np.int32)
+  # Of every chip, what the engine would send to one.
+  last, batch = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      (held * x.shape[0], *x.shape[1:]), x.dtype, sharding=rows
+    ),
+    (last, batch),
   )
 
-  def local(params, cache, *rest):
-    return sampling.engine_step.__wrapped__(
-      model, numerics, params, cache, *rest, layout=layout
+  def local(params, cache, last, batch):
+    return programs_lib.mixed.__wrapped__(
+      model, numerics, params, cache, last, *batch, layout=layout
     )
 
   if layout:
     over = PartitionSpec('expert')
-    specs = jax.tree.map(lambda s: s.spec, parts)
     local = jax.shard_map(
       local,
       mesh=mesh,
-      in_specs=(specs, over, over, over, over, over, over),
-      out_specs=over,
+      in_specs=(jax.tree.map(lambda s: s.spec, parts), over, over, over),
+      out_specs=(PartitionSpec(None, 'expert'), over, over),
       check_vma=False,
     )
   return Program(
     f'decode step, {held} chips a replica',
-    n,
-    jax.jit(local, donate_argnums=1),
-    args,
+    held * size,
+    jax.jit(local, donate_argnums=(1, 2)),
+    (params, cache, last, batch),
     dict(mesh.shape),
     kernel_load=_load(experiment),
   )

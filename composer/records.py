@@ -263,6 +263,12 @@ class SampleRequest:
   next, bool [V]; it is called on the engine's thread before every token, which
   then waits for the host. `on_tokens` is called on the requester's event loop
   with every new piece of the answer, in order, before `sample` returns.
+
+  `max_kept` bounds what is kept of a cut distribution: once a token was drawn
+  among more ids, but not among all, the answer tells none (`kept_ids` is None),
+  and cannot be trained on. None: there is no bound.
+
+  `top_logprobs` asks for the likeliest tokens beside each that was sampled.
   """
 
   tokens: np.ndarray
@@ -276,6 +282,8 @@ class SampleRequest:
   stop_sequences: tuple[tuple[int, ...], ...] = ()
   mask: Callable[[np.ndarray], np.ndarray] | None = None
   on_tokens: Callable[[Piece], None] | None = None
+  max_kept: int | None = None
+  top_logprobs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,13 +291,15 @@ class Piece:
   """The next s tokens of an answer under way; arrays as in `Completion`.
 
   `kept` are the ids that each was drawn among, where the request cut or masked
-  its distribution.
+  its distribution; none are all.
   """
 
   tokens: np.ndarray  # int32 [s]
   logprobs: np.ndarray  # float32 [s]
   versions: np.ndarray  # int32 [s]
   kept: tuple[np.ndarray, ...] | None = None
+  top_ids: np.ndarray | None = None  # int32 [s, N]
+  top_logprobs: np.ndarray | None = None  # float32 [s, N]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,8 +323,12 @@ class Completion:
     kept_ids, kept_offsets: int32 [n] and [S + 1], where the request cut or
       masked its distribution, else None: token s was drawn among
       kept_ids[kept_offsets[s] : kept_offsets[s + 1]], ascending, and its
-      logprob is log_softmax(logits / T) over those alone. A greedy token was
-      drawn from nothing: all ids that its mask allows stand there.
+      logprob is log_softmax(logits / T) over those alone. None of its own: it
+      was drawn among all. A greedy token was drawn from nothing: all ids that
+      its mask allows stand there.
+    top_ids, top_logprobs: int32 and float32 [S, N], where the request asked:
+      the N likeliest of each token's distribution, likeliest first, and their
+      logprobs under it; -inf where it had fewer.
   """
 
   tokens: np.ndarray
@@ -325,6 +339,8 @@ class Completion:
   stop_reason: str
   kept_ids: np.ndarray | None = None
   kept_offsets: np.ndarray | None = None
+  top_ids: np.ndarray | None = None
+  top_logprobs: np.ndarray | None = None
 
 
 class Sampler(Protocol):

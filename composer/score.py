@@ -129,7 +129,7 @@ def _forward(params, config, fixed, tokens, segments):
     jnp.arange(tokens.shape[1])[None, :], tokens.shape
   )
   output = transformer.forward(
-    params, config, fixed, tokens, segments, positions
+    params, config, fixed, tokens, segments, positions, audit=False
   )
   logprobs, _ = transformer.token_logprob(
     params, config, fixed, output.hidden, tokens, jnp.ones(tokens.shape)

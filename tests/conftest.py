@@ -1,6 +1,7 @@
 """Before jax is imported: CPU, eight fake devices, strict promotion.
 
-COMPOSER_TEST_PLATFORM=cuda runs on a GPU instead, for `pytest -m gpu`.
+COMPOSER_TEST_PLATFORM=cuda runs on a GPU instead, for `pytest -m gpu`: in a process
+a core, since what takes long there is compiling.
 
 jax reads these from the environment when it is first imported, and so do the
 processes that tests start.
@@ -13,6 +14,8 @@ assert 'jax' not in sys.modules, 'a pytest plugin imported jax too early'
 
 os.environ['JAX_PLATFORMS'] = os.environ.get('COMPOSER_TEST_PLATFORM', 'cpu')
 os.environ['JAX_NUMPY_RANK_PROMOTION'] = 'raise'
+# Processes share a GPU.
+os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
 _DEVICES = '--xla_force_host_platform_device_count'
 if _DEVICES not in os.environ.get('XLA_FLAGS', ''):
   os.environ['XLA_FLAGS'] = (
@@ -21,6 +24,7 @@ if _DEVICES not in os.environ.get('XLA_FLAGS', ''):
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
-  """Two processes for whole folders; one for files, and for a GPU."""
-  whole = all('.py' not in argument for argument in config.args)
-  return 2 if whole and os.environ['JAX_PLATFORMS'] == 'cpu' else 0
+  """Two processes for whole folders, one for files; on a GPU up to twelve."""
+  if os.environ['JAX_PLATFORMS'] != 'cpu':
+    return min(12, os.cpu_count() or 1)
+  return 2 if all('.py' not in argument for argument in config.args) else 0

@@ -149,3 +149,34 @@ def test_flops_of_the_model_grow_with_its_layers(layers):
   )
   scores = 2 * 2 * layers * model.heads * 8 * 8 * model.head_dim
   assert found.flops == 2 * 8 * used + scores
+
+
+def test_only_kernels_of_experts_skip_empty_rows():
+  from pallas_kernels import grouped_matmul
+  from pallas_kernels import route
+  from pallas_kernels import token_logprob
+
+  run = {'implementation': 'tpu_interpret'}
+
+  def products(x, w, sizes):
+    return grouped_matmul.grouped_matmul(x, w, sizes, **run)
+
+  def scored(x, w, tokens):
+    return token_logprob.token_logprob(x, w, tokens, **run)
+
+  def routed(logits):
+    found = route.route(logits, None, route.Router(2), **run)
+    return route.order(found.experts, 4, **run)
+
+  half = functools.partial(abstract, dtype=jnp.bfloat16)
+  x, tokens = half(128, 64), abstract(128, dtype=jnp.int32)
+  for f, args, flops in (
+    (products, (x, half(4, 64, 128), abstract(4, dtype=jnp.int32)), 0.5),
+    (products, (x, half(1, 64, 128), abstract(1, dtype=jnp.int32)), 1),
+    (scored, (x, half(64, 128), tokens), 1),
+    (routed, (abstract(128, 4),), 0),
+  ):
+    found = costs.count(jax.make_jaxpr(f)(*args), ONE, kernel_load=0.5)
+    assert not found.unknown
+    if flops:
+      assert found.flops == flops * 2 * 128 * 64 * 128

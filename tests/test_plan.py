@@ -130,6 +130,28 @@ def test_experts_travel_and_parameters_are_gathered():
   assert ('expert',) in over and ('data', 'context') in over
 
 
+@pytest.mark.parametrize('held', (1, 2))
+def test_the_decode_step_is_the_program_that_an_engine_sends(held):
+  """Of every chip: its rows, its draws, its slots; experts travel."""
+  parallel = dataclasses.replace(EXPERIMENT.parallel, rollout_expert=held)
+  experiment = dataclasses.replace(EXPERIMENT, parallel=parallel)
+  program = by_name(experiment)['decode step']
+  engine, model = experiment.engine, experiment.model
+  assert program.tokens == held * engine.rows
+  traced = program.function.trace(*program.args)
+  sampled, cache, last = traced.out_info
+  assert sampled.answer.tokens.shape == (1, held * engine.rows)
+  assert last.shape == (held * (engine.sequences + 1),)
+  assert jax.tree.leaves(cache)[0].shape[0] == (
+    held * model.layers * engine.pages
+  )
+  found = costs.count(traced.jaxpr, program.mesh_shape)
+  kinds = {name for name, _ in found.wire}
+  assert kinds == ({'all_to_all'} if held > 1 else set())
+  head = 2 * engine.rows * model.width * model.vocab_size
+  assert found.flops > head and found.unknown <= {'while loop'}
+
+
 def test_the_trillion_parameter_experiment_is_one():
   experiment = config_lib.validate(config_lib.load(KIMI))
   assert experiment.midtrain.sequence_length == 32_768

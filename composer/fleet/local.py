@@ -9,6 +9,7 @@ eval      evaluates every so many versions, read from the exchange
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import pathlib
@@ -39,6 +40,7 @@ from composer.fleet import trainer as trainer_lib
 from composer.fleet import workdir as workdir_lib
 from composer.model import tokenizer as tokenizer_lib
 from composer.model import transformer
+from composer.rollout import demonstrations
 from composer.rollout import scripted
 from composer.weights import store
 
@@ -178,7 +180,7 @@ def _midtrain(board, mesh, identity, resume, stop):
     )
     return state
   board.progress.stage(finish.MIDTRAIN, config.steps)
-  batches = iter(mixture(experiment, tokenizer))
+  batches = iter(mixture(experiment, tokenizer, _played(board, tokenizer)))
   with board.lanes.span('trainer', finish.MIDTRAIN):
     return midtrain.run(
       experiment,
@@ -207,23 +209,26 @@ def _place(mesh: Mesh, batch: Any) -> Any:
   }
 
 
-def mixture(experiment, tokenizer):
+def mixture(experiment, tokenizer, sessions=()):
   """The data of mid-training: sessions, solutions and Python source.
 
-  Sessions are rendered of `repair` tasks; with others there is only source.
+  `sessions` are demonstrations that were played; those of `repair` tasks need
+  no machine, and are rendered here.
   """
   config = experiment.midtrain
-  documents: list[Any] = []
   rng = np.random.default_rng(experiment.seed)
+  documents: list[Any] = list(sessions)
   if experiment.tasks.kind == 'repair':
     documents = _sessions(experiment, tokenizer, rng)
+  share = config.python_share if documents else 1.0
   return data.midtraining(
     documents,
-    data.python_source(config.source_bytes),
+    data.python_source(config.source_bytes) if share else (),
     tokenizer.encode,
     batch_size=config.batch_size,
     sequence_length=config.sequence_length,
-    python_share=config.python_share if documents else 1.0,
+    python_share=share,
+    sampled_only=config.sampled_only,
     align=experiment.numerics.kv_block,
     seed=experiment.seed,
   )
@@ -240,6 +245,36 @@ def _sessions(experiment, tokenizer, rng) -> list[Any]:
     tasks, tokenizer, rng, config.solutions
   )
   return documents
+
+
+def _played(board, tokenizer) -> Sequence[Any]:
+  """Demonstrations of tasks that need machines; none of `repair` tasks.
+
+  Played once and kept in the run's directory: every process of the trainer, and
+  a run that is resumed, has to see the same.
+  """
+  experiment, config = board.experiment, board.experiment.midtrain
+  wanted = config.steps and config.python_share < 1
+  if experiment.tasks.kind == 'repair' or not wanted:
+    return ()
+  path = board.workdir / workdir_lib.DEMONSTRATIONS
+
+  def play() -> None:
+    if path.exists():
+      return
+    tasks = task_sets.build_tasks(experiment.tasks).train
+    board.progress.log(f'{config.demonstrations} demonstrations are played')
+    made = demonstrations.render(
+      tasks, tokenizer, experiment, config.demonstrations, experiment.seed
+    )
+    demonstrations.write(path, made)
+    lost = ', '.join(f'{y} {x}' for x, y in made.dropped.items())
+    board.progress.log(
+      f'{made.sessions} of them kept' + f' ({lost})' * bool(lost)
+    )
+
+  processes.lead_first(play)
+  return demonstrations.read(path).segments
 
 
 # --- reinforcement ------------------------------------------------------------

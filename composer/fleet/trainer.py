@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import logging
 import pathlib
 import threading
 import time
@@ -53,6 +54,7 @@ from composer.weights import sync
 from composer.weights import upkeep
 
 POLL_S = 0.02
+LOG = logging.getLogger('composer.train')
 QUIET_S = 900.0  # without a new group for so long, a trainer says so and ends
 BOOKS_S = 10.0  # for rollouts that commit while the books are checked
 
@@ -359,13 +361,28 @@ def _select(trainer: Trainer) -> buffer.Selection | None:
   for item in queued:
     if item.group_id not in trainer.parsed:
       trainer.parsed[item.group_id] = groups.read_group(trainer.kv, item)
-  return buffer.select(
+  chosen = buffer.select(
     [trainer.parsed[item.group_id] for item in queued],
     trainer.ledger,
     groups_per_step=rl.groups_per_step,
     trainer_version=trainer.version,
     staleness_bound=rl.staleness,
     lineage=rl.lineage,
+    fit=_fit(trainer.experiment),
+  )
+  for why in chosen.unfit.values() if chosen else ():
+    LOG.warning('dropped as unfit: %s', why)
+  return chosen
+
+
+def _fit(experiment: config_lib.Experiment) -> pack_lib.Fit:
+  model, rl = experiment.model, experiment.rl
+  return pack_lib.Fit(
+    rl.sequence_length,
+    transformer.moe_layers(model),
+    model.experts_per_token,
+    model.experts,
+    rl.max_kept,
   )
 
 

@@ -15,6 +15,7 @@ from composer import config as config_lib
 
 CONFIG = 'config.json'
 DONE = 'done'  # written when the run has finished
+DEMONSTRATIONS = 'demonstrations.npz'  # played for mid-training
 RESULTS = 'results.json'  # what evaluations found so far; survives a kill
 
 # A process that joins a run may differ in how it runs, not in what.

@@ -27,11 +27,13 @@ from composer.rewards.combine import earned
 from composer.rl.advantage import group_advantages
 from composer.rl.advantage import is_equal
 from composer.rl.advantage import k1_kl
+from composer.rl.pack import Fit
 from composer.rl.pack import Item
+from composer.rl.pack import check
 
 TRAIN = 'train'
 DUPLICATE = 'duplicate'
-REASONS = ('equal', 'stale', 'infrastructure', 'lineage')
+REASONS = ('equal', 'stale', 'infrastructure', 'lineage', 'unfit')
 VERIFIABLE_PART = 'tests'
 JUDGED_PART = 'judge'  # there where the config has a rubric
 # A trajectory that ended so was not the model's doing and takes no part.
@@ -71,11 +73,13 @@ class Selection:
     train: the groups to train on, in draw order; none means that the step is
       skipped.
     duplicates: ids offered again or twice; not consumed and not counted.
+    unfit: group id -> why it cannot be packed, of those with that verdict.
   """
 
   verdicts: Mapping[str, str]
   train: tuple[Group, ...]
   duplicates: tuple[str, ...]
+  unfit: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def skipped(self) -> bool:
@@ -100,14 +104,18 @@ def from_json(values: Mapping[str, Any]) -> Ledger:
       f'a ledger has the fields {sorted(expected)}, this one {sorted(values)};'
       ' the checkpoint is from another version or damaged'
     )
-  if set(values['dropped']) != set(REASONS):
+  unknown = set(values['dropped']) - set(REASONS)
+  if unknown:
     raise ValueError(
       f'ledger.dropped has the reasons {sorted(values["dropped"])}, known are'
       f' {sorted(REASONS)}'
     )
   ledger = Ledger(
     trained=frozenset(values['trained']),
-    dropped={name: frozenset(values['dropped'][name]) for name in REASONS},
+    # A reason that is younger than the checkpoint has no groups yet.
+    dropped={
+      name: frozenset(values['dropped'].get(name, ())) for name in REASONS
+    },
     skipped_steps=int(values['skipped_steps']),
     abandoned=tuple((int(a), int(b)) for a, b in values['abandoned']),
   )
@@ -251,6 +259,21 @@ def staleness(group: Group, trainer_version: int) -> tuple[int, float]:
   return int(ages.max()), float(ages.mean())
 
 
+def why_unfit(group: Group, fit: Fit) -> str:
+  """Why a group cannot be packed, or ''; lost trajectories are audited too."""
+  for trajectory in group.trajectories:
+    for index, segment in enumerate(trajectory.segments):
+      where = (
+        f'group {group.group_id}: segment {index} of trajectory'
+        f' {trajectory.index}'
+      )
+      try:
+        check(segment, fit, where)
+      except ValueError as error:
+        return str(error)
+  return ''
+
+
 def judge(
   group: Group,
   ledger: Ledger,
@@ -258,6 +281,7 @@ def judge(
   trainer_version: int,
   staleness_bound: int,
   lineage: str = 'drop',
+  fit: Fit | None = None,
 ) -> str:
   """What becomes of a group, measured when it is packed.
 
@@ -267,6 +291,7 @@ def judge(
     'lineage': a sampled token is of an abandoned lineage and the policy is
       'drop', or of a version that this trainer has not published at all.
     'stale': its oldest sampled token is older than the bound.
+    'unfit': one of its segments cannot be packed (`why_unfit`).
     'equal': the verifiable parts of its trajectories agree, and the verdicts
       of a judge where there is one.
     'train': anything else.
@@ -277,6 +302,7 @@ def judge(
     trainer_version: the version that the step will update.
     staleness_bound: S, in versions.
     lineage: 'drop' or 'keep'.
+    fit: of the run; None: everything can be packed.
   """
   if lineage not in ('drop', 'keep'):
     raise ValueError(f"rl.lineage={lineage!r} is unknown; use 'drop' or 'keep'")
@@ -295,6 +321,8 @@ def judge(
     return 'lineage'
   if staleness(group, trainer_version)[0] > staleness_bound:
     return 'stale'
+  if fit is not None and why_unfit(group, fit):
+    return 'unfit'
   judged = [t.reward_parts.get(JUDGED_PART, 0.0) for t in trajectories]
   if is_equal([_verifiable(t) for t in trajectories]) and is_equal(judged):
     return 'equal'
@@ -309,6 +337,7 @@ def select(
   trainer_version: int,
   staleness_bound: int,
   lineage: str = 'drop',
+  fit: Fit | None = None,
 ) -> Selection | None:
   """Consumes exactly `groups_per_step` groups of the queue, in draw order.
 
@@ -336,11 +365,17 @@ def select(
       trainer_version=trainer_version,
       staleness_bound=staleness_bound,
       lineage=lineage,
+      fit=fit,
     )
     for group in taken
   }
   train = tuple(g for g in taken if verdicts[g.group_id] == TRAIN)
-  return Selection(verdicts, train, tuple(duplicates))
+  unfit = {
+    g.group_id: why_unfit(g, fit)
+    for g in taken
+    if fit is not None and verdicts[g.group_id] == 'unfit'
+  }
+  return Selection(verdicts, train, tuple(duplicates), unfit)
 
 
 def advantages_for(

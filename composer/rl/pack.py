@@ -34,6 +34,16 @@ class Item(NamedTuple):
   origin: tuple[str, int, int] = ('', 0, 0)
 
 
+class Fit(NamedTuple):
+  """What a segment must fit, of a run; see `pack` for the values."""
+
+  length: int
+  layers: int
+  experts_per_token: int
+  experts: int | None = None
+  max_kept: int = 0
+
+
 class Placement(NamedTuple):
   """Where an item went: columns [start, start + length) of a row of a batch."""
 
@@ -82,11 +92,11 @@ def pack(
   """
   items = [Item(*item) for item in items]
   _check_shape(rows, length, kv_block, loss_tokens)
+  fit = Fit(length, layers, experts_per_token, experts, max_kept)
   for index, item in enumerate(items):
-    _check_item(index, item, length, (layers, experts_per_token))
-    _check_kept(index, item, max_kept)
-    if experts is not None:
-      _check_routes(index, item, experts)
+    where = f'item {index} (origin {item.origin})'
+    _check_item(where, item)
+    check(item.segment, fit, where)
   placements = _place(items, rows, length, kv_block)
   if loss_tokens is None:
     sampled = sum(int(np.count_nonzero(i.segment.sampled)) for i in items)
@@ -148,25 +158,10 @@ def _check_shape(
     raise ValueError(f'rl.loss_tokens={loss_tokens} must be at least 1')
 
 
-def _check_item(
-  index: int, item: Item, length: int, routes: tuple[int, int]
-) -> None:
-  segment = item.segment
-  size = len(segment.tokens)
-  where = f'item {index} (origin {item.origin})'
-  if size > length:
-    raise ValueError(
-      f'{where} has {size} tokens and rl.sequence_length is {length}; raise'
-      ' rl.sequence_length or lower session.context_tokens'
-    )
+def _check_item(where: str, item: Item) -> None:
+  size = len(item.segment.tokens)
   if size == 0:
     raise ValueError(f'{where} has no tokens; leave empty segments out')
-  if segment.experts.shape[1:] != routes:
-    raise ValueError(
-      f'{where} has routes {segment.experts.shape[1:]} a token and the model'
-      f' has (layers, experts_per_token) = {routes}; it was sampled by another'
-      ' model'
-    )
   if not np.isfinite(item.advantage):
     raise ValueError(f'{where} has advantage {item.advantage}; not finite')
   reference = item.reference_logprobs
@@ -176,11 +171,33 @@ def _check_item(
     )
 
 
-def _check_kept(index: int, item: Item, max_kept: int) -> None:
-  segment = item.segment
+def check(segment: Segment, fit: Fit, where: str) -> None:
+  """Refuses a segment that cannot be packed; `where` names it.
+
+  Raises:
+    ValueError: see `pack`.
+  """
+  size = len(segment.tokens)
+  if size > fit.length:
+    raise ValueError(
+      f'{where} has {size} tokens and rl.sequence_length is {fit.length}; raise'
+      ' rl.sequence_length or lower session.context_tokens'
+    )
+  routes = (fit.layers, fit.experts_per_token)
+  if segment.experts.shape[1:] != routes:
+    raise ValueError(
+      f'{where} has routes {segment.experts.shape[1:]} a token and the model'
+      f' has (layers, experts_per_token) = {routes}; it was sampled by another'
+      ' model'
+    )
+  _check_kept(segment, fit.max_kept, where)
+  if fit.experts is not None:
+    _check_routes(segment, fit.experts, where)
+
+
+def _check_kept(segment: Segment, max_kept: int, where: str) -> None:
   if segment.kept_offsets is None:
     return
-  where = f'item {index} (origin {item.origin})'
   counts = np.diff(segment.kept_offsets)
   most = int(np.max(counts, initial=0))
   if most > max_kept:
@@ -201,10 +218,9 @@ def _check_kept(index: int, item: Item, max_kept: int) -> None:
     )
 
 
-def _check_routes(index: int, item: Item, experts: int) -> None:
+def _check_routes(segment: Segment, experts: int, where: str) -> None:
   """Replay trusts the routes: an index out of range would gather anything."""
-  routes = item.segment.experts
-  where = f'item {index} (origin {item.origin})'
+  routes = segment.experts
   if not routes.size:
     return
   low, high = int(routes.min()), int(routes.max())

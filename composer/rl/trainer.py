@@ -132,6 +132,7 @@ def loss_fn(
     replay,
     config.plausibility,
     layout,
+    audit=False,
   )
   logprobs, entropy = transformer.token_logprob(
     computed,

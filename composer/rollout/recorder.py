@@ -128,6 +128,7 @@ class Recorder:
     completion: Completion,
     temperature: float,
     parent: int = -1,
+    trainable: bool = True,
   ) -> int:
     """Adds an answered call and returns the index of its segment.
 
@@ -140,6 +141,8 @@ class Recorder:
       temperature: under which it sampled.
       parent: of the segment, should the call start one: index of the segment
         whose summary the context holds, or -1.
+      trainable: whether it is known what the tokens were drawn among. Where it
+        is not, they are context: not sampled, though nobody else wrote them.
 
     Raises:
       BadCompletion: lengths differ, a value is not finite, or a sampled token
@@ -169,7 +172,7 @@ class Recorder:
       reason = 'summary' if fresh and parent >= 0 else 'rewritten'
       self._segments[self._current].stop_reason = reason
     self._current = index
-    _grow(segment, context, completion, temperature)
+    _grow(segment, context, completion, temperature, trainable)
     _add_routes(segment, at, experts, computed[at])
     return index
 
@@ -368,6 +371,7 @@ def _grow(
   context: np.ndarray,
   completion: Completion,
   temperature: float,
+  trainable: bool,
 ) -> None:
   """Adds context [P] and completion [S] behind the tokens already there."""
   known, before = segment.length, len(context)
@@ -376,6 +380,9 @@ def _grow(
   segment.tokens[known:before] = context[known:]
   new = slice(before, end)
   segment.tokens[new] = completion.tokens
+  segment.length, segment.last_context = end, before
+  if not trainable:
+    return
   segment.sampled[new] = True
   segment.logprobs[new] = completion.logprobs
   segment.temperatures[new] = temperature
@@ -392,7 +399,6 @@ def _grow(
   segment.clean[new] = (np.asarray(completion.versions) == computed[0]) & (
     np.arange(before, end) <= uniform
   )
-  segment.length, segment.last_context = end, before
 
 
 def _add_routes(

@@ -72,13 +72,19 @@ class RemoteSampler:
     Tokens are given to `on_tokens` in one piece, at the end.
 
     Raises:
-      ValueError: the server refused the request, or it has a mask.
+      ValueError: the server refused the request, or it has a mask or wants
+        `top_logprobs`.
       EngineError: the server could not be reached, failed, or answered with
         something else.
     """
     if request.mask is not None:
       raise ValueError(
         'SampleRequest.mask cannot be sent to a server; sample beside the engine'
+      )
+    if request.top_logprobs:
+      raise ValueError(
+        'SampleRequest.top_logprobs is not asked of a server; its API gives them'
+        ' as text'
       )
     body = _body(self._endpoint.model, request)
     answer = await self._ask('POST', 'completions', body)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import json
+import math
 from typing import Any
 
 from composer import chat
@@ -67,7 +68,12 @@ def load(text: str, valid: bool = True) -> Any:
   if not valid:
     return Broken('bad bytes', text, detail='the call is not UTF-8')
   try:
-    value = json.loads(text, parse_constant=_no_number, object_pairs_hook=_once)
+    value = json.loads(
+      text,
+      parse_constant=_no_number,
+      parse_float=_finite,
+      object_pairs_hook=_once,
+    )
     # A lone surrogate can be escaped in JSON, but in no file.
     json.dumps(value, ensure_ascii=False).encode('utf-8')
     return value
@@ -79,6 +85,14 @@ def load(text: str, valid: bool = True) -> Any:
 
 def _no_number(name: str) -> None:
   raise ValueError(f'{name} is no JSON')
+
+
+def _finite(text: str) -> float:
+  """1e999 would be read as infinity, which no JSON can hold again."""
+  value = float(text)
+  if not math.isfinite(value):
+    raise ValueError(f'{text[:40]} is beyond all numbers')
+  return value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -48,6 +48,7 @@ import jax
 import jax.numpy as jnp
 
 from composer import params as params_lib
+from pallas_kernels.quantize import reference as rounding
 
 FORMS = ('bf16', 'nvfp4')
 BLOCK = 16
@@ -156,7 +157,8 @@ def quantise(x: Any, axis: int) -> tuple[Array, Array, Array]:
   wide = outer.reshape(*outer.shape, *[1] * -axis)
   scale = jnp.where(wide > 0, _divide(most, E2M1_MAX * wide), 0)
   scale = jnp.minimum(scale, E4M3_MAX).astype(jnp.float8_e4m3fn)
-  step = (scale.astype(jnp.float32) * wide)[..., None]
+  # Read from its bits: XLA may drop a cast to float8 and back, and on GPUs does.
+  step = (rounding.from_e4m3(scale) * wide)[..., None]
   codes = _e2m1(jnp.where(step > 0, _divide(blocks, step), 0))
   codes = codes.reshape(*x.shape[:-1], -1, 2)
   packed = codes[..., 0] | (codes[..., 1] << 4)
@@ -168,7 +170,7 @@ def dequantise(codes: Array, scale: Array, outer: Array, axis: int) -> Array:
   """float32 [..., K, ...]: grid[code] * (scale * outer)."""
   codes, scale = _last(codes, axis), _last(scale, axis)
   wide = outer.reshape(*outer.shape, *[1] * -axis)
-  step = scale.astype(jnp.float32) * wide
+  step = rounding.from_e4m3(scale) * wide
   both = jnp.stack([codes & 15, codes >> 4], axis=-1)  # [..., K / 2, 2]
   both = both.reshape(*codes.shape[:-1], -1, BLOCK)
   values = jnp.asarray(GRID, jnp.float32)[both & 7]

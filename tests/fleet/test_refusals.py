@@ -9,14 +9,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 
+import numpy as np
 import pytest
 
+from composer import records
 from composer.environments.machines import namespace
 from composer.fleet import finish
 from composer.fleet import local
 from composer.fleet import processes
+from composer.fleet import trainer
 from composer.fleet import workdir as workdir_lib
+from composer.model import transformer
+from composer.rl import buffer
 from composer.weights import store
 
 HERE = Path(__file__).parent
@@ -177,3 +183,52 @@ def test_the_notes_say_what_happened_and_no_more():
     'The books do not agree: one is gone'
   ]
   assert '14% of all bf16 weights' in finish.notes(None, 0.14)[1]
+
+
+def test_a_group_that_cannot_be_packed_does_not_stop_the_trainer(
+  monkeypatch, caplog
+):
+  """It is dropped under a reason of its own, and why is said."""
+  experiment = changed(tiny(), 'rl', groups_per_step=2, max_kept=2)
+  model, rng = experiment.model, np.random.default_rng(0)
+  layers = transformer.moe_layers(model)
+
+  def trajectory(reward, most):
+    """A token of it was drawn among `most` ids."""
+    segment = records.Segment(
+      tokens=np.arange(6, dtype=np.int32),
+      sampled=np.arange(6) > 2,
+      logprobs=np.zeros(6, np.float32),
+      temperatures=np.ones(6, np.float32),
+      versions=np.where(np.arange(6) > 2, 1, -1).astype(np.int32),
+      experts=np.argsort(
+        rng.random((6, layers, model.experts)), axis=-1
+      ).astype(np.int16)[..., : model.experts_per_token],
+      auditable=np.zeros(6, bool),
+      stop_reason='finished',
+      parent=-1,
+      kept_ids=np.arange(5, 5 + most, dtype=np.int32),
+      kept_offsets=np.array([0] * 6 + [most], np.int32),
+    )
+    return records.Trajectory(
+      't', 'g', 0, (segment,), (), reward, {'tests': reward}, 'finished', {}, {}
+    )
+
+  parsed = {
+    name: records.Group(
+      name, 't', draw, (trajectory(1.0, 1), trajectory(0.0, most)), 'c', 'i', 1
+    )
+    for draw, (name, most) in enumerate([('good', 2), ('bad', 3)])
+  }
+  fake = types.SimpleNamespace(
+    experiment=experiment, parsed=parsed, ledger=buffer.Ledger(), version=1
+  )
+  items = [types.SimpleNamespace(group_id=name) for name in parsed]
+  monkeypatch.setattr(trainer, 'queue', lambda _: items)
+  chosen = trainer._select(fake)
+  assert chosen.verdicts == {'good': 'train', 'bad': 'unfit'}
+  assert chosen.train == (parsed['good'],)
+  assert 'dropped as unfit: group bad' in caplog.text
+  assert 'among 3 kept ids and rl.max_kept is 2' in caplog.text
+  told = buffer.scalars(buffer.record(fake.ledger, chosen))
+  assert told['groups/dropped/unfit'] == 1

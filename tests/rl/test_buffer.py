@@ -97,6 +97,42 @@ def test_verdicts():
   assert judge(make_group(0, version=7)) == 'lineage'  # never published
 
 
+def test_what_cannot_be_packed_is_dropped_and_told():
+  """Among others: the step goes on with them, and the books agree."""
+  good, bad, long = (make_group(i, gid=f'g{i}') for i in range(3))
+  fit = b.Fit(length=8, layers=1, experts_per_token=1, max_kept=2)
+
+  def but(group, **changed):
+    """The second trajectory's segment, which is changed."""
+    first, second = group.trajectories
+    segment = dataclasses.replace(second.segments[0], **changed)
+    second = dataclasses.replace(second, segments=(segment,))
+    return dataclasses.replace(group, trajectories=(first, second))
+
+  size = len(bad.trajectories[1].segments[0].tokens)
+  offsets = np.r_[np.zeros(size), 3].astype(np.int32)
+  ids = np.arange(size - 3, size, dtype=np.int32)
+  bad = but(bad, kept_ids=ids, kept_offsets=offsets)
+  chosen = b.select(
+    [good, bad, long],
+    EMPTY,
+    groups_per_step=2,
+    trainer_version=6,
+    staleness_bound=2,
+    fit=fit,
+  )
+  assert dict(chosen.verdicts) == {'g0': 'train', 'g1': 'unfit'}
+  assert chosen.train == (good,)
+  assert 'group g1: segment 0 of trajectory 1' in chosen.unfit['g1']
+  assert 'among 3 kept ids and rl.max_kept is 2' in chosen.unfit['g1']
+  ledger = b.record(EMPTY, chosen)
+  assert b.scalars(ledger)['groups/dropped/unfit'] == 1
+  assert b.check_conservation(3, ledger, ['g2']) is None
+  assert judge(long, fit=fit._replace(length=4)) == 'unfit'
+  assert judge(long, fit=fit._replace(layers=2)) == 'unfit'
+  assert judge(make_group(0, (1.0, 1.0)), fit=fit) == 'equal'
+
+
 def test_equality_is_of_the_verifiable_part_alone():
   group = make_group(0, (1.0, 1.0, 1.0))
   cheaper = dataclasses.replace(group.trajectories[0], reward=0.9)
@@ -293,6 +329,9 @@ def test_json_round_trip_and_damage():
   ledger = b.record(b.Ledger(), select([make_group(0), make_group(1, (0, 0))]))
   ledger = b.abandon(ledger, 2, 9)
   values = json.loads(json.dumps(b.to_json(ledger)))
+  assert b.from_json(values) == ledger
+  # A checkpoint that is older than a reason.
+  del values['dropped']['unfit']
   assert b.from_json(values) == ledger
   for broken, match in (
     ({k: v for k, v in values.items() if k != 'trained'}, 'fields'),

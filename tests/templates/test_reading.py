@@ -168,6 +168,7 @@ def test_any_tool_is_taken_where_none_are_given(tokenizers):
     ('wait', '{"seconds": 1.5}', 'bad integer', 'a whole number'),
     ('wait', '{"seconds": true}', 'bad integer', 'a whole number'),
     ('wait', '{"seconds": NaN}', 'bad JSON', 'NaN is no JSON'),
+    ('wait', '{"seconds": 1e999}', 'bad JSON', '1e999 is beyond all numbers'),
     ('wait', '{"seconds": 1, "seconds": 2}', 'bad JSON', 'stands twice'),
     ('wait', '{"seconds": ' + '9' * 5000 + '}', 'bad JSON', 'integer'),
     ('write', '{"path": "a", "text": "\\ud800"}', 'bad JSON', 'surrogates'),
