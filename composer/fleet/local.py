@@ -180,7 +180,8 @@ def _midtrain(board, mesh, identity, resume, stop):
     )
     return state
   board.progress.stage(finish.MIDTRAIN, config.steps)
-  batches = iter(mixture(experiment, tokenizer, _played(board, tokenizer)))
+  sessions = _played(board, tokenizer, stop)
+  batches = iter(mixture(experiment, tokenizer, sessions))
   with board.lanes.span('trainer', finish.MIDTRAIN):
     return midtrain.run(
       experiment,
@@ -247,7 +248,7 @@ def _sessions(experiment, tokenizer, rng) -> list[Any]:
   return documents
 
 
-def _played(board, tokenizer) -> Sequence[Any]:
+def _played(board, tokenizer, stop) -> Sequence[Any]:
   """Demonstrations of tasks that need machines; none of `repair` tasks.
 
   Played once and kept in the run's directory: every process of the trainer, and
@@ -265,8 +266,10 @@ def _played(board, tokenizer) -> Sequence[Any]:
     tasks = task_sets.build_tasks(experiment.tasks).train
     board.progress.log(f'{config.demonstrations} demonstrations are played')
     made = demonstrations.render(
-      tasks, tokenizer, experiment, config.demonstrations, experiment.seed
+      tasks, tokenizer, experiment, config.demonstrations, experiment.seed, stop
     )
+    if made is None:
+      return
     demonstrations.write(path, made)
     lost = ', '.join(f'{y} {x}' for x, y in made.dropped.items())
     board.progress.log(
@@ -274,6 +277,8 @@ def _played(board, tokenizer) -> Sequence[Any]:
     )
 
   processes.lead_first(play)
+  if processes.any_of(stop()):
+    raise stopping.Stopped
   return demonstrations.read(path).segments
 
 

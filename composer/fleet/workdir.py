@@ -99,8 +99,10 @@ def _check_same(
   workdir: pathlib.Path,
   ignored: tuple[str, ...] = (),
 ) -> None:
-  there = _flat(json.loads((workdir / CONFIG).read_text()))
   here = _flat(json.loads(config_lib.to_json(experiment)))
+  # A field that is younger than the run has the default, which is what was done.
+  there = _flat(json.loads(config_lib.to_json(config_lib.Experiment(''))))
+  there.update(_flat(json.loads((workdir / CONFIG).read_text())))
   fields = [
     f'{name}: {there.get(name)!r} there, {here.get(name)!r} here'
     for name in sorted(there.keys() | here.keys())

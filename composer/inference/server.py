@@ -7,10 +7,10 @@
     POST /v1/sessions/ID/feedback      what a user said of it
     GET  /health, /metrics
 
-Beyond OpenAI's fields, requests take `structured_outputs`, `top_k`, `min_p`, `stop_token_ids`,
-`min_tokens`, `ignore_eos`, `return_token_ids`, `return_tokens`,
-`return_experts`, `record` and the session (header X-Session-Id or
-`metadata.session_id`); answers have `session_id`, `reasoning_content`,
+Beyond OpenAI's fields, requests take `structured_outputs`, `top_k`, `min_p`,
+`stop_token_ids`, `min_tokens`, `ignore_eos`, `return_token_ids`,
+`return_tokens`, `return_experts`, `record` and the session (header X-Session-Id
+or `metadata.session_id`); answers have `session_id`, `reasoning_content`,
 `broken_calls` and `tokens` (`server_shapes`).
 
 A server listens on loopback unless told otherwise, and elsewhere only with a
@@ -205,11 +205,7 @@ async def _outermost(
     )
   except Exception as error:  # ours: told, and the server goes on
     LOG.exception('%s %s', request.method, name)
-    failed = ApiError(
-      f'the server failed: {type(error).__name__}',
-      status=500,
-      kind='server_error',
-    )
+    failed = server_answers.ours(error)
   server.metrics.requests[name, failed.status] += 1
   # A client's text may hold anything; one line of it, escaped.
   LOG.warning(

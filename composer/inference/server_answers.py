@@ -134,11 +134,12 @@ def _forming(param: str):
 
 
 def _masks(server: Server, grammar: server_grammar.Grammar):
-  if server.vocabulary is None:
-    end = server.template.stops(server.tokenizer)[0]
-    server.vocabulary = server_grammar.open_vocabulary(
-      server.tokenizer, server.vocab_size, end
-    )
+  with server.opening:
+    if server.vocabulary is None:
+      end = server.template.stops(server.tokenizer)[0]
+      server.vocabulary = server_grammar.open_vocabulary(
+        server.tokenizer, server.vocab_size, end
+      )
   return server_grammar.compile_grammar(server.vocabulary, grammar)
 
 
@@ -309,6 +310,8 @@ async def _answer(
   )  # fmt: skip
   with _counted(server, len(asked)):
     response, choices = await _sent(server, request, job, asked, began)
+  if not choices:  # its stream ended with an error
+    return response
   metrics = server.metrics
   metrics.prompt_tokens += sum(len(x.context) for x in prompts)
   metrics.sampled_tokens += sum(len(x.completion.tokens) for x in choices)
@@ -368,11 +371,20 @@ async def _sent(
         with _recorded(server, job, choices):
           await response.prepare(request)
           await response.write_eof()
-  except (TimeoutError, EngineError, ValueError) as error:
+  except Exception as error:
+    begun = response is not None and response.prepared
+    known = isinstance(error, TimeoutError | EngineError | ValueError)
+    if isinstance(error, ConnectionError) or not (begun or known):
+      raise
     failed = _as_api_error(server, error)
-    if response is None or not response.prepared:
+    if not begun:
       raise failed from error
-    LOG.warning('%s: %s after the answer had begun', request.path, failed)
+    LOG.warning(
+      '%s: %s after the answer had begun',
+      request.path,
+      failed,
+      exc_info=not known,
+    )
     if not streams:
       _break_off(request)
       raise ConnectionResetError('it did not read its answer') from error
@@ -395,7 +407,18 @@ def _as_api_error(server: Server, error: Exception) -> ApiError:
     )
   if isinstance(error, EngineError):
     return ApiError(str(error), status=503, kind='server_error')
-  return ApiError(str(error))  # the engine refused the request
+  if isinstance(error, ValueError):  # the engine refused the request
+    return ApiError(str(error))
+  return ours(error)
+
+
+def ours(error: Exception) -> ApiError:
+  """Tells of an error that is no client's, and not more than that."""
+  return ApiError(
+    f'the server failed: {type(error).__name__}',
+    status=500,
+    kind='server_error',
+  )
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, Choice]]):

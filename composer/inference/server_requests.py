@@ -213,8 +213,7 @@ def chat(body: Mapping[str, Any], session: str) -> Chat:
   single = not flag(body, 'parallel_tool_calls', True)
   strict = any(tool['function'].get('strict') for tool in tools)
   form = server_forms.form_of(body)
-  _check_ending(wanted, form or calls not in ('none', 'auto'))
-  return Chat(
+  parsed = Chat(
     model=_model(body),
     messages=_messages(body.get('messages')),
     tools=tools,
@@ -225,6 +224,8 @@ def chat(body: Mapping[str, Any], session: str) -> Chat:
     form=form,
     wanted=dataclasses.replace(wanted, top=top),
   )
+  _check_ending(wanted, parsed.formed)
+  return parsed
 
 
 def completions(body: Mapping[str, Any], session: str) -> Completions:

@@ -53,7 +53,7 @@ def sample_requests(
   stops = _stops(server, prompt, wanted)
   most = server.config.max_kept
   if not wanted.record:
-    most = None if wanted.tokens else 0
+    most = None if wanted.tokens or wanted.experts else 0
   return [
     SampleRequest(
       tokens=prompt.context,

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import ipaddress
 import logging
+import threading
 from typing import Any, Protocol
 
 from composer.inference import server_metrics
@@ -112,7 +113,8 @@ class Server:
 
   `active` are the tasks of requests that are being answered, `answers` how many
   answers those are. `vocabulary` is the model's as grammars are kept by; None
-  until the first (`server_grammar.open_vocabulary`).
+  until the first (`server_grammar.open_vocabulary`), of which each would take
+  seconds and memory: `opening` is held meanwhile, on a thread.
   """
 
   config: ServerConfig
@@ -129,4 +131,5 @@ class Server:
   active: set[asyncio.Task] = dataclasses.field(default_factory=set)
   answers: int = 0
   vocabulary: Any = None
+  opening: threading.Lock = dataclasses.field(default_factory=threading.Lock)
   draining: bool = False

@@ -31,10 +31,11 @@ def held(params: Any, numerics: config_lib.NumericsConfig) -> Any:
     numerics: static.
 
   Returns:
-    the same tree in `numerics.compute`, norms and routers in float32. Where
-    kernels multiply there is more in it than `transformer.spec` has, which they
-    would have to make again in every step: `unembed`, which is a transposed
-    copy where a model ties it to the embedding, and `router_parts`.
+    the same tree in `numerics.compute`, but norms and routers, and in float32
+    everything, as they came. Where kernels multiply there is more in it than
+    `transformer.spec` has, which they would have to make again in every step:
+    `unembed`, which is a transposed copy where a model ties it to the
+    embedding, and `router_parts`.
   """
   ops = operations.of(numerics)
   params = layers.as_compute(numerics, params)

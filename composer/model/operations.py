@@ -259,7 +259,7 @@ def paged_attention(
     (others): see there.
     table: int32 [R1 + T, M]; of the R1 first rows, each by itself, then of T
       times `tile` rows that are of one sequence each. Pages are read once a
-      tile, and a row's bits do not depend on where it stands.
+      tile; but for splits, a row's bits do not depend on where it stands.
     positions: int32 [R]; negative where a row is nobody's: 0 comes out.
 
   In `fast` few long sequences are cut into splits, which rounds otherwise than

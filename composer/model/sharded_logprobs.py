@@ -26,6 +26,7 @@ ParamSpec = params_lib.ParamSpec
 
 COLUMNS = 2**27  # numbers of the unembedding that a device gathers at once
 LINE = 64  # of whose multiples the kernels take columns
+MOST = 4  # times the pieces that `COLUMNS` asks for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +81,15 @@ def _pieces(vocabulary: int, held: int, width: int) -> int:
   """Into how many equal pieces the `held` columns of a device are cut.
 
   As few as keep a gathered piece within `COLUMNS`, whole lines where possible.
+  Where that takes more than `MOST` times as many, as few columns more than
+  `COLUMNS` as there can be: a vocabulary of 128 times a prime can be cut in two,
+  or into slivers.
   """
   wanted = -(-vocabulary * width // COLUMNS)
   possible = [n for n in range(1, held + 1) if held % n == 0]
-  enough = [n for n in possible if n >= wanted] or possible[-1:]
-  whole = [n for n in enough if (vocabulary // n) % LINE == 0]
-  return (whole or enough)[0]
+  whole = [n for n in possible if (vocabulary // n) % LINE == 0] or possible
+  enough = [n for n in whole if wanted <= n <= MOST * wanted]
+  return enough[0] if enough else [n for n in whole if n < wanted][-1]
 
 
 def _piece(pieces: Pieces, shard: Array, i: Array) -> Array:

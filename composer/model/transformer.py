@@ -397,7 +397,8 @@ def step(
 
   The keys and values of all rows are written before any row attends, so rows of
   one sequence may be in the same step. Where they stand in it, alone or in a
-  tile, changes no bit of theirs.
+  tile, changes no bit of theirs; but in `fast` by kernels, where a few that stand
+  alone may attend in splits.
 
   Args:
     params: as `forward` takes them, or `split_layers` of it.

@@ -21,6 +21,7 @@ worth learning: it is left out and counted.
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import difflib
@@ -51,6 +52,7 @@ from composer.templates.protocol import Message
 
 AROUND = 4  # lines of a function that are read before and after the fault
 NOTES = 'So far:'
+MOST_LOST = 4  # sessions in a row, each tried again: what is wrong stays wrong
 Rendered = tuple[np.ndarray, np.ndarray]  # tokens int32 [T], sampled bool [T]
 
 
@@ -312,16 +314,17 @@ def render(
   experiment: Experiment,
   count: int,
   seed: int,
-) -> Demonstrations:
+  stop: Callable[[], bool] = lambda: False,
+) -> Demonstrations | None:
   """Plays `count` sessions, tasks in turn, in machines of the experiment.
 
+  Args:
+    stop: whether to begin no more sessions; then it gives None.
+
   Raises:
-    ValueError: as `script`, or no session is left: what became of them.
+    ValueError: as `script` and `play`, machines go on failing, or no session is
+      left: what became of them.
   """
-  return asyncio.run(_render(tasks, tokenizer, experiment, count, seed))
-
-
-async def _render(tasks, tokenizer, experiment, count, seed) -> Demonstrations:
   scripts = [
     script(
       tasks[i % len(tasks)],
@@ -330,49 +333,62 @@ async def _render(tasks, tokenizer, experiment, count, seed) -> Demonstrations:
     )
     for i in range(count)
   ]
-  pool = Pool(experiment.machine, sets.harness())
-  gate = asyncio.Semaphore(max(2, experiment.machine.warm))
-
-  async def one(i: int) -> Trajectory | str:
-    async with gate:
-      task = tasks[i % len(tasks)]
-      turns = scripts[i].turns
-      try:
-        return await play(task, turns, pool, tokenizer, experiment, i)
-      except session_lib.SessionFailed as failed:
-        return failed.reason
-
   try:
-    async with asyncio.TaskGroup() as group:
-      playing = [group.create_task(one(i)) for i in range(count)]
-  finally:
-    await pool.close()
-  kept: list[Rendered] = []
-  dropped: dict[str, int] = {}
-  sessions = 0
-  for made, played in zip(scripts, playing, strict=True):
-    result = played.result()
-    why = _why_not(result, made, experiment)
-    if isinstance(result, str) or why:
-      dropped[why] = dropped.get(why, 0) + 1
-      continue
-    sessions += 1
-    kept += [(x.tokens, x.sampled) for x in result.segments]
+    played = asyncio.run(_play_all(tasks, scripts, tokenizer, experiment, stop))
+  except ExceptionGroup as errors:
+    raise errors.exceptions[0] from None
+  if stop():
+    return None
+  kept = [x for _, segments in played for x in segments]
+  dropped = dict(collections.Counter(why for why, _ in played if why))
   if not kept:
     raise ValueError(
       f'none of {count} demonstrations can be used ({dropped}); raise'
       ' session.context_tokens, max_turns or max_act_tokens, and'
       ' midtrain.sequence_length with them'
     )
-  return Demonstrations(tuple(kept), sessions, dropped)
+  return Demonstrations(tuple(kept), count - sum(dropped.values()), dropped)
+
+
+async def _play_all(tasks, scripts, tokenizer, experiment, stop) -> list:
+  """Of each script why it is no demonstration, or '', and its segments."""
+  pool = Pool(experiment.machine, sets.harness())
+  gate = asyncio.Semaphore(max(2, experiment.machine.warm))
+  lost = 0  # to infrastructure, in a row
+
+  async def one(i: int) -> tuple[str, list[Rendered]]:
+    nonlocal lost
+    async with gate:
+      if stop():
+        return 'stopped', []
+      task, made = tasks[i % len(tasks)], scripts[i]
+      try:
+        played = await play(task, made.turns, pool, tokenizer, experiment, i)
+      except session_lib.SessionFailed as failed:
+        lost += 1
+        if lost == min(MOST_LOST, len(scripts)):
+          raise ValueError(
+            f'{lost} demonstrations in a row were lost to infrastructure, the'
+            f' last one so: {failed}'
+          ) from failed
+        return failed.reason, []
+    lost = 0
+    why = _why_not(played, made, experiment)
+    kept = [] if why else played.segments
+    return why, [(x.tokens, x.sampled) for x in kept]
+
+  try:
+    async with asyncio.TaskGroup() as group:
+      playing = [group.create_task(one(i)) for i in range(len(scripts))]
+  finally:
+    await pool.close()
+  return [x.result() for x in playing]
 
 
 def _why_not(
-  trajectory: Trajectory | str, made: Script, experiment: Experiment
+  trajectory: Trajectory, made: Script, experiment: Experiment
 ) -> str:
-  """Why a session is no demonstration, or ''; a text is why there is none."""
-  if isinstance(trajectory, str):
-    return trajectory
+  """Why a session is no demonstration, or ''."""
   longest = max((len(x.tokens) for x in trajectory.segments), default=0)
   if trajectory.stop_reason != 'finished':
     return trajectory.stop_reason

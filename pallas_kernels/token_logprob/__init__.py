@@ -122,6 +122,8 @@ def _check_kept(kept, t: int, v: int) -> None:
 
 def _choose(hidden, unembed, implementation) -> str:
   faults = dict(gpu=None, tpu=None)
+  if not hidden.shape[0]:  # nothing to launch
+    implementation = 'reference'
   if implementation != 'reference' and (
     implementation is not None or dispatch.platform() != 'cpu'
   ):

@@ -14,6 +14,8 @@ import pathlib
 import shutil
 import socket
 import struct
+import subprocess
+import sys
 import tempfile
 import time
 
@@ -194,6 +196,15 @@ class TestMachines:
       for disk in disks:
         assert disk.stat().st_blocks * 512 < disk.stat().st_size == 8 << 20
 
+  def test_it_holds_no_socket_of_ours(self, world):
+    with world.machine() as machine:
+      world.call(machine.run(['true'], 20.0))
+      hypervisor = world.pool._zygote.process.pid
+      [beside] = children(hypervisor)
+      [firecracker] = children(beside)
+      assert sockets(beside) and sockets(firecracker)
+      assert not sockets(firecracker) & (sockets(hypervisor) | sockets(beside))
+
   def test_a_machine_that_dies_is_infrastructure(self, world):
     with world.machine() as machine:
       with pytest.raises(MachineError, match='died'):
@@ -216,6 +227,28 @@ class TestMachines:
     about = world.pool._provenance
     assert about['hypervisor'] == 'Firecracker v1.12.1'
     assert about['accelerator'] == 'kvm' and about['kvm'] == 'works'
+
+
+def children(pid):
+  text = pathlib.Path(f'/proc/{pid}/task/{pid}/children').read_text()
+  return [int(x) for x in text.split()]
+
+
+def sockets(pid):
+  links = [os.readlink(x) for x in pathlib.Path(f'/proc/{pid}/fd').iterdir()]
+  return {x for x in links if x.startswith('socket:')}
+
+
+def test_none_outlives_who_ended_before_it_could_say_so():
+  """A signal at the end of a parent comes only of one that is still there."""
+  code = 'import os, vm; vm.die_with_parent(os.getpid()); print("on")'
+  done = subprocess.run(
+    [sys.executable, '-c', code],
+    env={'PYTHONPATH': str(pool_lib.zygote_lib.INSIDE)},
+    capture_output=True,
+    check=False,
+  )
+  assert (done.returncode, done.stdout, done.stderr) == (1, b'', b'')
 
 
 def no_real_one():
@@ -361,6 +394,34 @@ class TestChoice:
     image = images.find('base')
     versions, why = microvm._versions(programs, image, 'auto')
     assert versions == {'qemu': ''} and 'without vsock' in why
+
+  def test_a_boot_that_fails_leaves_nothing(
+    self, hypervisor, monkeypatch, tmp_path
+  ):
+    def boot(config, folder):
+      os.mkdir(folder)
+      raise hypervisor.Broken('it hung')
+
+    monkeypatch.setattr(hypervisor, 'boot', boot)
+    monkeypatch.setattr(hypervisor, 'choose', lambda _: None)
+    monkeypatch.setattr(hypervisor, 'key_of', lambda _: 'key')
+    with pytest.raises(hypervisor.Broken, match='hung'):
+      hypervisor.find_template({'cache': str(tmp_path)})
+    assert [x.name for x in tmp_path.iterdir()] == ['key.lock']
+
+  def test_old_states_go_while_another_process_does_the_same(
+    self, hypervisor, monkeypatch, tmp_path
+  ):
+    for i in range(9):
+      state = tmp_path / str(i)
+      state.mkdir()
+      (state / 'facts.json').write_text('{}')
+      os.utime(state, (i, i))
+    names = [*os.listdir(tmp_path), 'kvm-gone', 'gone']
+    monkeypatch.setattr(hypervisor.os, 'listdir', lambda _: names)
+    hypervisor.prune(str(tmp_path), str(tmp_path / '0'))
+    left = sorted(x.name for x in os.scandir(tmp_path))
+    assert left == ['0', '3', '4', '5', '6', '7', '8']
 
 
 class TestDistrust:

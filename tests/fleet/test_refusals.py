@@ -64,6 +64,19 @@ def test_a_workdir_of_another_experiment(tmp_path, resume):
   assert [p.name for p in tmp_path.iterdir()] == ['config.json']
 
 
+def test_a_workdir_that_is_older_than_a_field(tmp_path):
+  """It did what the default says."""
+  workdir_lib.make(tiny(), tmp_path)
+  path = tmp_path / workdir_lib.CONFIG
+  values = json.loads(path.read_text())
+  del values['midtrain']['sampled_only'], values['parallel']
+  path.write_text(json.dumps(values))
+  assert workdir_lib.check(tiny(), tmp_path, resume=True)
+  other = changed(tiny(), 'midtrain', sampled_only=True)
+  with pytest.raises(ValueError, match='sampled_only: False there, True here'):
+    workdir_lib.check(other, tmp_path, resume=True)
+
+
 def test_a_process_may_join_with_another_machine(tmp_path):
   workdir_lib.make(tiny(), tmp_path)
   workdir_lib.join(changed(tiny(), 'engine', pages=256), tmp_path)

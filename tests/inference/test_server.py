@@ -346,6 +346,11 @@ def test_completions_of_a_real_engine(serve, engine):
     assert choice.text == tokenizer.decode(
       [i for i in choice.tokens['ids'] if tokenizer.has(i)]
     )
+    cut = create(
+      model='m', prompt=ids, max_tokens=2, seed=1,
+      extra_body={'return_experts': True, 'record': False, 'top_k': 3},
+    )  # fmt: skip
+    assert cut.choices[0].tokens['kept']['offsets'] == [0, 3, 6]
     both = create(model='m', prompt=['Hi!', 'So'], max_tokens=6, seed=1)
     assert [x.index for x in both.choices] == [0, 1]
     texts = ''

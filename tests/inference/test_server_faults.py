@@ -15,6 +15,7 @@ from composer.inference import server
 from composer.inference import server_answers
 from composer.inference import server_state
 from composer.records import Completion
+from composer.records import Piece
 
 ASK = [{'role': 'user', 'content': 'hi'}]
 TOOL = {'type': 'function', 'function': {'name': 'f', 'parameters': {}}}
@@ -68,6 +69,8 @@ CHATS = [
   ({'min_tokens': 5, 'max_tokens': 4}, 400, 'invalid_value', 'min_tokens'),
   ({'min_tokens': 1, 'response_format': {'type': 'json_object'}}, 400,
    'invalid_value', 'min_tokens'),
+  ({'min_tokens': 1, 'tools': tool(strict=True)}, 400, 'invalid_value',
+   'min_tokens'),
   ({'ignore_eos': 1}, 400, 'invalid_type', 'ignore_eos'),
   ({'parallel_tool_calls': 'no'}, 400, 'invalid_type', 'parallel_tool_calls'),
   ({'frequency_penalty': 1}, 400, 'unsupported_value', 'frequency_penalty'),
@@ -300,10 +303,21 @@ def test_engine_that_fails(serve, scripted):
     with pytest.raises(openai.APIError, match='no answer within 0.3 s'):
       list(client.completions.create(model='m', prompt='x', stream=True))
     wait_for(lambda: engine.cancelled == 1)
+    assert not running.server.metrics.prompt_tokens  # of answered requests
     engine.turns.append(None)
     with pytest.raises(openai.InternalServerError) as caught:
       client.completions.create(model='m', prompt='x')
     assert caught.value.status_code == 504
+
+    async def fails_late(request):
+      ids, zero = np.array([65], np.int32), np.zeros(1, np.float32)
+      request.on_tokens(Piece(ids, zero, ids))
+      await asyncio.sleep(0.1)  # it is sent
+      raise failed
+
+    engine.sample = fails_late
+    with pytest.raises(openai.APIError, match='server failed: RuntimeError'):
+      list(client.completions.create(model='m', prompt='x', stream=True))
 
 
 def test_an_answer_that_nobody_reads(serve, scripted, caplog):

@@ -1,8 +1,10 @@
 """Answers of a given form: forced and strict calls, JSON by a schema."""
 
+from concurrent import futures
 import functools
 import json
 import re
+import time
 
 from hypothesis import HealthCheck
 from hypothesis import given
@@ -15,6 +17,7 @@ import openai
 import pytest
 
 from composer import templates
+from composer.inference import server_answers
 from composer.inference import server_forms
 from composer.inference import server_grammar
 from composer.inference import server_requests
@@ -434,6 +437,27 @@ def test_without_the_package_it_is_refused(serve, scripted, monkeypatch):
       )  # fmt: skip
     assert caught.value.status_code == 501
     assert create(model='m', messages=ASK, max_tokens=1).choices
+
+
+def test_a_vocabulary_is_opened_once(serve, scripted, monkeypatch):
+  """However many requests are the first that need it."""
+  opened, opening = [], server_grammar.open_vocabulary
+
+  def slowly(*args):
+    opened.append(time.sleep(0.1))
+    return opening(*args)
+
+  monkeypatch.setattr(server_grammar, 'open_vocabulary', slowly)
+  with serve(scripted(), 'chatml') as running:
+    make = functools.partial(
+      server_answers._masks,
+      running.server,
+      server_grammar.text(server_forms.Form(choices=('a',))),
+    )
+    with futures.ThreadPoolExecutor(4) as pool:
+      for masks in [pool.submit(make) for _ in range(4)]:
+        assert masks.result()()(np.zeros(0, np.int32)).sum() == 1
+  assert len(opened) == 1
 
 
 def test_strict_and_single_calls_are_bound():

@@ -108,5 +108,10 @@ def test_pieces(monkeypatch):
   assert sharded_logprobs._pieces(163840, 160, 7168) == 10
   assert sharded_logprobs._pieces(256, 256, 16) == 1
   assert sharded_logprobs._pieces(163840, 163840, 7168) == 10
+  # 151,936 is 128 times 1,187: two pieces are too long, and the next are 1,187.
+  assert sharded_logprobs._pieces(151936, 151936 // 8, 2048) == 2
+  assert sharded_logprobs._pieces(151936, 151936 // 8, 4096) == 2
+  # No lines: 2 times a prime.
+  assert sharded_logprobs._pieces(2 * 100003, 2 * 100003, 4096) == 2
   # Fewer than a column of each device there cannot be.
   assert sharded_logprobs._pieces(2**20, 2, 2**12) == 2

@@ -7,6 +7,7 @@ from pallas_kernels import bench
 from pallas_kernels import bench_invariance
 from pallas_kernels import bench_others
 from pallas_kernels import bench_shapes
+from pallas_kernels import bench_time
 from pallas_kernels import dispatch
 
 CASE = bench_shapes.Invariance('toy', bench.norm_shapes.TRAINING[0])
@@ -39,6 +40,16 @@ def test_the_choice_against_the_best_of_the_others(monkeypatch):
   assert (ours.operation, ours.shape) == ('invariance toy', CASE.name)
   assert tuned.who == 'tuned' and 'of 1 others: cut' in tuned.note
   assert float(tuned.note.split()[1].rstrip(';')) >= 1
+
+
+@pytest.mark.parametrize('alone', [1e-5, None])
+def test_both_are_measured_alike(monkeypatch, alone):
+  """A launch that took long once must not be held against one of them."""
+  clocks = iter(3 * [9e-4, 1e-4])
+  monkeypatch.setattr(bench_time, 'seconds', lambda *_: next(clocks))
+  monkeypatch.setattr(bench_time, 'device_seconds', lambda *_: alone)
+  got = bench_invariance._in_turns(None, None, ())
+  assert got == ((alone, alone) if alone else (9e-4, 1e-4))
 
 
 @pytest.mark.parametrize('off, want', [(0, 7), (1, 11)])

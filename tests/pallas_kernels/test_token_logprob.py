@@ -205,6 +205,20 @@ def test_lowers_for_cuda(shape, kept):
   assert text.count('mosaic_gpu') >= 2
 
 
+@pytest.mark.parametrize('name', NAMES)
+def test_no_rows(name):
+  hidden, unembed, tokens, temperatures = draw(0)
+
+  def total(hidden, unembed):
+    found = ops.token_logprob(
+      *(hidden, unembed, tokens, temperatures), implementation=name
+    )
+    return jnp.sum(jnp.stack(found))
+
+  dhidden, dunembed = jax.grad(total, (0, 1))(hidden, unembed)
+  assert dhidden.shape == hidden.shape and not dunembed.any()
+
+
 def test_bad_input():
   hidden, unembed, tokens, temperatures = draw(4)
 

@@ -1,5 +1,6 @@
 """Demonstrations: real sessions of who knows the solution, and a run on them."""
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -23,6 +24,7 @@ from composer.environments.tasks import repository
 from composer.environments.tasks import sets
 from composer.model import tokenizer as tokenizer_lib
 from composer.rollout import demonstrations
+from composer.rollout import session as session_lib
 
 EXPERIMENT = Path(__file__).parents[2] / 'experiments/repository_tasks.py'
 MODULE = '''def clamp(x, low, high):
@@ -174,6 +176,37 @@ def test_what_is_of_no_use_is_counted(folder):
   tokenizer = tokenizer_lib.load(e.tokenizer)
   tasks = sets.build_tasks(e.tasks).train
   with pytest.raises(ValueError, match="none of 2 .*'turns': 2"):
+    demonstrations.render(tasks, tokenizer, e, 2, seed=0)
+
+
+def test_infrastructure_that_stays_broken_is_said(folder, monkeypatch):
+  e = experiment(folder)
+  tokenizer = tokenizer_lib.load(e.tokenizer)
+  tasks = sets.build_tasks(e.tasks).train
+  begun = []
+
+  async def lost(*arguments):
+    begun.append(arguments)
+    await asyncio.sleep(0)
+    raise session_lib.SessionFailed('machine', 'no machine became free')
+
+  monkeypatch.setattr(demonstrations, 'play', lost)
+  with pytest.raises(ValueError, match='4 .* in a row .* became free'):
+    demonstrations.render(tasks, tokenizer, e, 20, seed=0)
+  assert len(begun) < 20
+  stops = iter([False, False])
+  begun.clear()
+  made = demonstrations.render(
+    tasks, tokenizer, e, 20, seed=0, stop=lambda: next(stops, True)
+  )
+  assert made is None and len(begun) == 2
+
+
+def test_what_a_session_refuses_is_said_plainly(folder):
+  e = experiment(folder, 'session.context_tokens=300')
+  tokenizer = tokenizer_lib.load(e.tokenizer)
+  tasks = sets.build_tasks(e.tasks).train
+  with pytest.raises(ValueError, match='session.context_tokens=300; raise it'):
     demonstrations.render(tasks, tokenizer, e, 2, seed=0)
 
 

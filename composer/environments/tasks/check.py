@@ -422,6 +422,8 @@ def add_decoys(pytest, spec, items, chosen):
       name=item.name,
       callobj=disguised(pytest, item, vars(module.obj), rng),
       callspec=getattr(item, 'callspec', None),
+      # Of a test of a class other fixtures are asked for, by what it is called.
+      fixtureinfo=item._fixtureinfo if item.parent is module else None,
     )
     at = items.index(item)
     if item.parent is not module:  # before its class, which is set up once

@@ -296,12 +296,13 @@ def readable(folder: str) -> None:
 
 def start(config: dict, folder: str, source: str, channel: int) -> vm_lib.Vm:
   """A machine that goes on where a saved one stopped, with its own disk."""
+  parent = os.getpid()
   pid = os.fork()
   if pid == 0:
     try:
       signal.set_wakeup_fd(-1)
       signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-      vm_lib.die_with_parent()
+      vm_lib.die_with_parent(parent)
       accompany(config, folder, source, socket.socket(fileno=os.dup(channel)))
     except (Broken, OSError):
       pass  # the host sees end of file, and starts another

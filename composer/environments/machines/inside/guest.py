@@ -7,9 +7,10 @@ filesystem's script with the disks mounted. It reads one line
 of JSON, its settings, starts what the image wants started, says {"ready": true}
 and then answers as `serve.py` says, until the other end hangs up: then it powers
 the machine off. Where the kernel's arguments name a port of vsock, it listens
-there instead; a connection ends with a saved state, so then it waits for the next. A command is root here, in a control group of its own, without
-the capabilities that reach the machine itself (mounts, modules, devices, reboot,
-other processes' memory); what it started dies with it, services stay.
+there instead; a connection ends with a saved state, so then it waits for the next.
+A command is root here, in a control group of its own, without the capabilities
+that reach the machine itself (mounts, modules, devices, reboot, other processes'
+memory); what it started dies with it, services stay.
 
 A machine that goes on from a saved state is told so by its first requests: it
 mixes the entropy that came with them into its random pool, and sets its clock.

@@ -65,6 +65,7 @@ class Refused(Exception):
 
 def main() -> None:
   control = socket.socket(fileno=int(sys.argv[1]))
+  control.set_inheritable(False)  # not for a hypervisor, whom nobody trusts
   config = json.loads(hear(control))
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   try:
@@ -112,7 +113,9 @@ def serve(control, config: dict, template: str, machines: dict) -> None:
     if control not in ready:
       continue
     space = socket.CMSG_SPACE(16 * 4)
-    data, messages, _, _ = control.recvmsg(65536, space)
+    data, messages, _, _ = control.recvmsg(
+      65536, space, socket.MSG_CMSG_CLOEXEC
+    )
     if not data:
       return
     descriptors += vm_lib.unpack_descriptors(messages)
@@ -165,12 +168,13 @@ def bury(machines: dict) -> None:
 
 def save_aside(config: dict, vm: Vm, to: str, descriptor: int) -> None:
   """Saves in a process of its own: requests go on meanwhile."""
+  parent = os.getpid()
   if os.fork():
     return
   answer: dict = {}
   try:
     signal.set_wakeup_fd(-1)
-    vm_lib.die_with_parent()
+    vm_lib.die_with_parent(parent)
     kind_of(config).save(config, vm, to)
     answer = {'saved': to}
   except BaseException as error:
@@ -204,7 +208,11 @@ def find_template(config: dict) -> tuple:
     booted = not os.path.exists(os.path.join(folder, 'facts.json'))
     if booted:
       shutil.rmtree(folder, ignore_errors=True)
-      facts = boot(config, folder)
+      try:
+        facts = boot(config, folder)
+      except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
       facts['boot_s'] = round(time.monotonic() - began, 2)
       with open(os.path.join(folder, 'facts.json'), 'w') as file:
         json.dump(facts, file)
@@ -250,15 +258,18 @@ def prune(cache: str, keep: str) -> None:
   """
   now = time.time()
   states = []
-  for entry in list(os.scandir(cache)):
-    if os.path.exists(os.path.join(entry.path, 'facts.json')):
-      states.append(entry.path)
-    elif entry.name.startswith('kvm-'):
-      if entry.stat().st_mtime < now - KEPT_VERDICTS_S:
-        os.unlink(entry.path)
-  states.sort(key=os.path.getmtime, reverse=True)
-  for path in states[KEPT_STATES:]:
-    if path != keep and os.path.getmtime(path) < now - 3600:
+  for name in os.listdir(cache):
+    path = os.path.join(cache, name)
+    try:
+      used = os.path.getmtime(path)
+      if os.path.exists(os.path.join(path, 'facts.json')):
+        states.append((used, path))
+      elif name.startswith('kvm-') and used < now - KEPT_VERDICTS_S:
+        os.unlink(path)
+    except FileNotFoundError:
+      pass  # another process had it, or does the same
+  for used, path in sorted(states, reverse=True)[KEPT_STATES:]:
+    if path != keep and used < now - 3600:
       shutil.rmtree(path, ignore_errors=True)
 
 

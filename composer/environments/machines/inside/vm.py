@@ -47,8 +47,11 @@ class Vm:
     self.close()
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int) -> None:
+  """Also where it has ended already: no signal comes of that any more."""
   _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+  if os.getppid() != parent:
+    os._exit(1)
 
 
 def spawn(
@@ -61,13 +64,14 @@ def spawn(
     folder: it works there; its output goes into the file `log` of it.
     user: it becomes, if not 0: `groups` are the others that it is in.
   """
+  parent = os.getpid()
   pid = os.fork()
   if pid == 0:
-    _become(argv, descriptors, folder, user, groups)
+    _become(argv, descriptors, folder, user, groups, parent)
   return pid
 
 
-def _become(argv, descriptors, folder, user, groups) -> None:
+def _become(argv, descriptors, folder, user, groups, parent) -> None:
   """Never returns."""
   try:
     signal.set_wakeup_fd(-1)
@@ -93,7 +97,7 @@ def _become(argv, descriptors, folder, user, groups) -> None:
       os.setgroups(list(groups))
       os.setresgid(user, user, user)
       os.setresuid(user, user, user)
-    die_with_parent()  # a change of user would have cleared it
+    die_with_parent(parent)  # a change of user would have cleared it
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     os.execve(program, argv, os.environ)
   finally:
