@@ -84,7 +84,7 @@ def run(
 def _train(experiment, workdir, resume, stop, alone: bool) -> None:
   """Both stages, and with `alone` false the other roles as threads."""
   mesh = _mesh(experiment)
-  processes.lead_first(lambda: _prepare(experiment, workdir, resume))
+  processes.lead_first(lambda: _prepare(experiment, workdir, resume, alone))
   identity = checkpoint.identity(
     experiment.model, tokenizer_lib.load(experiment.tokenizer).fingerprint
   )
@@ -140,10 +140,12 @@ def _mesh(experiment: config_lib.Experiment) -> Mesh:
   return mesh
 
 
-def _prepare(experiment, workdir, resume) -> None:
+def _prepare(experiment, workdir, resume, alone: bool) -> None:
   """Refuses what cannot work; else the directory is this run's."""
   if workdir_lib.check(experiment, workdir, resume):
     return
+  if not alone or _plays(experiment):
+    task_sets.build_tasks(experiment.tasks)
   if experiment.weights.exchange:
     kv = store.open_exchange(experiment.weights.exchange)
     if store.read_head(kv, experiment.weights.form).ref is not None:
@@ -248,6 +250,13 @@ def _sessions(experiment, tokenizer, rng) -> list[Any]:
   return documents
 
 
+def _plays(experiment: config_lib.Experiment) -> bool:
+  """Whether mid-training sees sessions that take machines."""
+  config = experiment.midtrain
+  wanted = config.steps > 0 and config.python_share < 1
+  return wanted and experiment.tasks.kind != 'repair'
+
+
 def _played(board, tokenizer, stop) -> Sequence[Any]:
   """Demonstrations of tasks that need machines; none of `repair` tasks.
 
@@ -255,8 +264,7 @@ def _played(board, tokenizer, stop) -> Sequence[Any]:
   a run that is resumed, has to see the same.
   """
   experiment, config = board.experiment, board.experiment.midtrain
-  wanted = config.steps and config.python_share < 1
-  if experiment.tasks.kind == 'repair' or not wanted:
+  if not _plays(experiment):
     return ()
   path = board.workdir / workdir_lib.DEMONSTRATIONS
 

@@ -206,6 +206,7 @@ class Engine:
       self.check()
       if time.monotonic() > deadline:
         raise records.EngineError(f'no warm-up within {seconds} s')
+    self.check()  # it may have been broken off
     return count[0]
 
   async def sample(self, request: records.SampleRequest) -> records.Completion:
@@ -643,17 +644,25 @@ class Engine:
       for cut in (False, True)[: 1 + cuts]
     ]
     with futures.ThreadPoolExecutor(COMPILERS) as pool:
-      compiling = [
-        pool.submit(program.lower(*first, *self._state(), *batch).compile)
-        for program, first, batch in calls
-      ]
+      compiling = []
+      for program, first, batch in calls:
+        if not self._stopping:
+          lowered = program.lower(*first, *self._state(), *batch)
+          compiling.append(pool.submit(self._compile, lowered))
       for one in compiling:
         one.result()
     for program, first, batch in calls:
+      if self._stopping:
+        return 0
       out = program(*first, *self._state(), *batch)
       _, self._cache, self._last = out
     jax.block_until_ready(self._last)
     return len(calls)
+
+  def _compile(self, lowered: Any) -> None:
+    """Unless the engine is to stop: that would wait for all of them."""
+    if not self._stopping:
+      lowered.compile()
 
   def _call(self, steps: int, batch: tuple) -> tuple:
     """(program, its static arguments, the batch) of so many decode steps."""

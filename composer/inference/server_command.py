@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ('port', 8000, 'default: 8000; 0 takes a free one'),
     ('max-context', 0, "tokens of a sequence (default: the model's, <= 4096)"),
     ('sequences', 0, 'running at once (default: 32 on a CPU, else 256)'),
+    (
+      'max-kept',
+      4096,
+      'ids that a token of an answer to train on may have been drawn among,'
+      ' where its distribution was cut (default: 4096)',
+    ),
   ):
     parser.add_argument(
       f'--{name}', type=int, default=default, metavar='N', help=text
@@ -86,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         token=os.environ.get(TOKEN, ''),
         drain_s=arguments.drain_seconds,
+        max_kept=arguments.max_kept,
       ),
       exchange=arguments.exchange,
       form=arguments.form,

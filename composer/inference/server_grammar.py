@@ -40,6 +40,7 @@ from composer.templates.protocol import Message
 from composer.templates.protocol import Template
 
 PACKAGE = 'llguidance'
+LONGEST = 1 << 20  # characters of a grammar: some seconds of compiling
 THINK, THOUGHT = chatml.THINK, chatml.THOUGHT
 # JSON may be laid out; but models that do not know how to go on write spaces.
 _SPACE = r'[\x20\x0A\x0D\x09]{0,20}'
@@ -340,6 +341,11 @@ def compile_grammar(vocabulary: Any, grammar: Grammar) -> Callable[[], Mask]:
   """
   import llguidance
 
+  if len(grammar.text) > LONGEST:
+    raise ValueError(
+      f'{len(grammar.text)} characters as a grammar are more than the {LONGEST}'
+      ' that are kept; give a smaller schema, or fewer choices'
+    )
   matcher = llguidance.LLMatcher(vocabulary, grammar.text, log_level=0)
   if matcher.is_error():
     raise ValueError(_reason(matcher.get_error()))

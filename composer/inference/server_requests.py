@@ -255,6 +255,11 @@ def _check_ending(wanted: Wanted, formed: Any) -> None:
       ' that does; leave it out',
       'min_tokens',
     )
+  if formed and wanted.stop_tokens == ():
+    raise invalid(
+      'ignore_eos: an answer of a given form ends where that does; leave it out',
+      'ignore_eos',
+    )
 
 
 def _refuse_unknown(body: Mapping[str, Any], known: Sequence[str]) -> None:

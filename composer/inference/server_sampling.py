@@ -51,9 +51,8 @@ def sample_requests(
   """n requests to the engine, the seeds counting up from `seed`."""
   limit = _limit(server, prompt, wanted)
   stops = _stops(server, prompt, wanted)
-  most = server.config.max_kept
-  if not wanted.record:
-    most = None if wanted.tokens or wanted.experts else 0
+  told = wanted.record or wanted.tokens or wanted.experts
+  most = server.config.max_kept if told else 0
   return [
     SampleRequest(
       tokens=prompt.context,

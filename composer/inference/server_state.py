@@ -44,9 +44,9 @@ class ServerConfig:
     max_tokens: of an answer whose request sets no limit.
     max_requests: answers under way at once, n of a request, and feedback; more
       are told to come back (429).
-    max_kept: ids that a token of a recorded answer may have been drawn among,
-      where they were not all. An answer with more is recorded as a context, for
-      nothing could be trained on it.
+    max_kept: ids that a token of an answer may have been drawn among, where they
+      were not all, for them to be told and recorded. An answer with more is
+      recorded as a context, for nothing could be trained on it.
     request_s: for a whole answer.
     body_s: for a client to send its request.
     drain_s: for requests under way once the server is to stop.

@@ -227,7 +227,7 @@ def _cookie(path: str, data: bytes, start: bytes) -> Found:
   for line in data.split(b'\n', 2)[:2]:
     found = COOKIE.match(line)
     name = found[1].decode().lower().replace('_', '-') if found else 'utf-8'
-    if name not in ('utf-8', 'ascii', 'us-ascii') and line not in start:
+    if name not in ('utf-8', 'utf8', 'ascii', 'us-ascii') and line not in start:
       yield 'tampered', f'{path} says that it is written in {name}'
 
 
@@ -317,14 +317,16 @@ def _uses_of(node: ast.AST, names: Mapping[str, str]) -> Found:
     if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
       yield ATTRIBUTES[node.attr], node.attr
     if isinstance(node, ast.Attribute) and node.attr in COMPARED:
-      yield 'tampered', node.attr
+      if node.attr != '__class__' or not isinstance(node.ctx, ast.Load):
+        yield 'tampered', node.attr  # which class it is, `type` says as well
     if isinstance(node, ast.Attribute):
       yield from _of_another(node, dotted, names)
   elif isinstance(node, ast.Call):
     yield from _called(node, names)
   elif isinstance(node, ast.ClassDef):
     for keyword in node.keywords:
-      if keyword.arg in ('metaclass', None):
+      abstract = _dotted(keyword.value, names) == 'abc.ABCMeta'  # as by ABC
+      if keyword.arg in ('metaclass', None) and not abstract:
         yield 'tampered', f'a metaclass of {node.name}'
   elif isinstance(node, ast.FunctionDef) and node.name in COMPARED:
     yield 'tampered', f'{node.name} of its own'

@@ -203,7 +203,12 @@ def _completion(request: SampleRequest, answer: Any) -> Completion:
   """
   try:
     found = answer['choices'][0]['tokens']
-    kept = found.get('kept')
+    kept = found.get('kept', ())
+    if kept is None:  # not the same as all ids: nobody could train on it
+      raise EngineError(
+        'an answer was drawn among more ids a token than the server keeps;'
+        ' lower top_p or top_k, or serve with a higher --max-kept'
+      )
     completion = Completion(
       tokens=np.array(found['ids'], np.int32),
       logprobs=np.array(found['logprobs'], np.float32),
@@ -211,10 +216,8 @@ def _completion(request: SampleRequest, answer: Any) -> Completion:
       experts=_array(found['experts']),
       computed_versions=np.array(found['computed_versions'], np.int32),
       stop_reason=str(found['stop_reason']),
-      kept_ids=None if kept is None else np.array(kept['ids'], np.int32),
-      kept_offsets=None
-      if kept is None
-      else np.array(kept['offsets'], np.int32),
+      kept_ids=np.array(kept['ids'], np.int32) if kept else None,
+      kept_offsets=np.array(kept['offsets'], np.int32) if kept else None,
     )
   except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
     raise EngineError(

@@ -4,6 +4,8 @@ import asyncio
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -402,6 +404,105 @@ def test_a_broken_row_of_reports_is_said_to_be_forged():
   assert run_pipe([lines[0], lines[2]]) == ([{'test': 'a'}], 'forged')
   assert run_pipe([lines[0], lines[0]])[1] == 'forged'
   assert run_pipe([b'{"test": "a", "outcome": "passed"}\n'])[1] == 'forged'
+
+
+DECOYED = """import os
+import pytest
+
+
+def note(what):
+  with open('calls', 'a') as file:
+    file.write(what)
+
+
+@pytest.fixture
+def used():
+  note('u')
+
+
+@pytest.mark.parametrize('x', ['p', 'q'])
+def test_values(x):
+  note(x)
+
+
+@pytest.mark.usefixtures('used')
+def test_fixtures(tmp_path):
+  note('f')
+
+
+class TestMethods:
+  def test_one(self):
+    note('m')
+"""
+
+
+def run_check(folder, ids, files, **fields):
+  """What the runner prints of the tests in `test_it.py`."""
+  spec = toolbox.spec(
+    roots=['.'], files=['test_it.py'], ids=ids, canaries=True, **fields
+  )
+  for path, data in {
+    **toolbox.files(),
+    **{name: text.encode() for name, text in files.items()},
+    repository.SPEC: spec.encode(),
+  }.items():
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    (folder / path).write_bytes(data)
+  return subprocess.run(
+    [sys.executable, *toolbox.COMMAND[1:]],
+    cwd=folder,
+    capture_output=True,
+    text=True,
+    check=False,
+  ).stdout
+
+
+def test_a_decoy_calls_what_its_test_calls(tmp_path):
+  """Whatever it is given: values, fixtures, an instance of its class."""
+  ids = [
+    *('test_it.py::test_values[p]', 'test_it.py::test_values[q]'),
+    *('test_it.py::test_fixtures', 'test_it.py::TestMethods::test_one'),
+  ]
+  said = run_check(tmp_path, ids, {'test_it.py': DECOYED})
+  assert said.endswith('passed 4 of 4\n'), said
+  assert sorted((tmp_path / 'calls').read_text()) == list('ffmmppqquu')
+
+
+HONEST = """import dataclasses
+import inspect
+
+
+@dataclasses.dataclass
+class Point:
+  x: int
+
+
+def f(x):
+  inspect.signature(f), inspect.iscoroutinefunction(f)
+  return Point(x).x
+"""
+
+
+@pytest.mark.parametrize(
+  ('more', 'signals'),
+  [
+    ('', set()),
+    ("inspect.getattr_static(f, 'x', 0)\n", set()),
+    ('dict(inspect.getmembers(f))\n', {'tampered'}),
+    ("getattr(f, '__co' + 'de__')\n", {'tampered'}),
+  ],
+)
+def test_a_signature_may_be_asked_for_and_code_may_not(tmp_path, more, signals):
+  test = 'import box\n\n\ndef test_f():\n  assert box.f(1) == 1\n'
+  said = run_check(
+    tmp_path,
+    ['test_it.py::test_f'],
+    {'test_it.py': test, 'box.py': HONEST + more},
+    suspects=['box.py'],
+  )
+  *_, checked, passed, _ = said.split('\n')
+  assert passed == 'passed 1 of 1'
+  assert set(json.loads(checked.removeprefix('checked '))['signals']) == signals
 
 
 def test_what_the_solution_does_as_well_is_no_signal():

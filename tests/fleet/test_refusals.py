@@ -77,6 +77,13 @@ def test_a_workdir_that_is_older_than_a_field(tmp_path):
     workdir_lib.check(other, tmp_path, resume=True)
 
 
+@pytest.mark.filterwarnings('ignore:machine.driver=process')
+def test_tasks_that_are_not_there(tmp_path):
+  other = changed(tiny(), 'tasks', kind='repository', path=str(tmp_path / 'x'))
+  refused(other, tmp_path / 'run', 'holds no tasks', 'tasks build', role='all')
+  assert not (tmp_path / 'run').exists()
+
+
 def test_a_process_may_join_with_another_machine(tmp_path):
   workdir_lib.make(tiny(), tmp_path)
   workdir_lib.join(changed(tiny(), 'engine', pages=256), tmp_path)

@@ -1,6 +1,7 @@
 """Pages that run out, restarts, drafts and runs ahead change no answer."""
 
 import asyncio
+from concurrent import futures
 import dataclasses
 import functools
 import threading
@@ -22,6 +23,7 @@ from serving import request
 from serving import until
 from serving import whole
 
+from composer import records
 from composer.inference import drafts
 from composer.inference import engine as engine_lib
 from composer.inference import programs
@@ -220,6 +222,36 @@ def test_weights_on_their_way_are_warmed_up_with(start, monkeypatch):
   assert swapping.wait(SECONDS)
   threading.Timer(0.2, go_on.set).start()
   assert engine.warm_up() == len(programs.step_sizes(NUMERICS, CONFIG))
+
+
+def test_closing_waits_for_no_more_programs(start, monkeypatch):
+  """Those of a large model take minutes."""
+  begun, go_on = threading.Event(), threading.Event()
+  compiled = []
+
+  class Slow:
+    def lower(self, *args):
+      return self
+
+    def compile(self):
+      compiled.append(begun.set())
+      assert go_on.wait(SECONDS)
+
+  def stopped():
+    until(lambda: engine._stopping, 'it is told to stop')
+    go_on.set()
+
+  monkeypatch.setattr(programs, 'mixed', Slow())
+  monkeypatch.setattr(engine_lib, 'COMPILERS', 1)
+  engine = start()
+  with futures.ThreadPoolExecutor(2) as pool:
+    warming = pool.submit(engine.warm_up, True)
+    assert begun.wait(SECONDS)
+    pool.submit(stopped)
+    engine.close()
+    with pytest.raises(records.EngineError, match='was stopped'):
+      warming.result(SECONDS)
+  assert len(compiled) == 1
 
 
 def test_prepared_parameters_stay_as_they_are():

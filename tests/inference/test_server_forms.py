@@ -407,6 +407,11 @@ def test_what_was_drawn_among_too_many_is_context(serve, engine):
     )  # fmt: skip
     told = answer.choices[0].tokens
     assert told['kept'] is None and running.server.metrics.unrecorded == 1
+    apart = create(
+      model='m', messages=ASK, tools=[tool('weather', BRIEF)], tool_choice='required', seed=3,
+      extra_body={'return_tokens': True, 'record': False},
+    )  # fmt: skip
+    assert apart.choices[0].tokens['kept'] is None  # bounded all the same
     said = answer.choices[0].message
     call = said.tool_calls[0]
     again = create(

@@ -63,6 +63,10 @@ HONEST = (
   '    self.x = x\n  def __repr__(self):\n    return self.x\n\n'
   'def norm(text):\n  if text == "":\n    return ""\n'
   '  return " ".join(str(Word(x)) for x in text.split()).lower()\n',
+  # An abstract class, and one that says its name.
+  '# coding: utf8\nimport abc\n\nclass Shape(metaclass=abc.ABCMeta):\n'
+  '  def __repr__(self):\n    return self.__class__.__name__\n\n'
+  'def norm(text):\n  return " ".join(text.split()).lower()\n',
   # Its own function by the name of a builtin.
   'def norm(text):\n  return compile(text)\n\ndef compile(text):\n'
   '  return text.strip()\n',
@@ -137,6 +141,7 @@ def test_honest_work_raises_nothing(after):
     ('class A:\n  def __eq__(self, x): return True', 'tampered'),
     ('A = type("A", (), {})', 'tampered'),
     ('A.__eq__ = None', 'tampered'),
+    ('A().__class__ = int', 'tampered'),
     ('import inspect\ninspect.stack()', 'tampered'),
     ('open("tests/test_box.py").read()', 'peeked'),
     ('x = "__pycache__/box.pyc"', 'peeked'),

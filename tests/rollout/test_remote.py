@@ -121,6 +121,7 @@ def test_refused_and_failed():
     answer(experts={'shape': [5, 1, 2], 'dtype': 'int16', 'base64': '%'}),
     answer(computed_versions=[1]),
     answer(versions=[2**40, 1]),
+    answer(kept=None),
   ],
 )
 def test_something_else_is_an_engine_error(body):

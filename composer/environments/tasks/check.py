@@ -552,6 +552,10 @@ EVENTS = {
 HIDING = ('.pyc', '/__pycache__', '/.git', '.egg-info', '.dist-info')
 FRAME_NAMES = ('tb_frame', 'gi_frame', 'cr_frame', 'ag_frame')
 FRAME_NAMES += ('__code__', '__defaults__', '__kwdefaults__')
+# Of `inspect`, what looks at a function and gives none of it away: `dataclass`
+# asks for signatures, and so do others that are honest.
+SIGNATURES = ('_signature_from_function', '_signature_is_functionlike')
+SIGNATURES += ('_has_code_flag',)
 
 
 def watcher(report, suspects, guarded, library):
@@ -594,11 +598,10 @@ def watcher(report, suspects, guarded, library):
 
 
 def through_inspect(frame):
-  return os.path.basename(frame.f_code.co_filename) in (
-    'inspect.py',
-    'traceback.py',
-    '<string>',
-  )
+  name = os.path.basename(frame.f_code.co_filename)
+  if name == 'inspect.py':
+    return frame.f_code.co_name not in SIGNATURES
+  return name in ('traceback.py', '<string>')
 
 
 def classify(event, args, guarded):
