@@ -386,6 +386,23 @@ class TestChoice:
     [kept] = tmp_path.iterdir()
     assert kept.read_text() == 'works' and '.' not in kept.name
 
+  def test_a_refusal_is_doubted_after_an_hour(
+    self, hypervisor, monkeypatch, tmp_path
+  ):
+    found = ['the boot took too long', 'works']
+    monkeypatch.setattr(hypervisor, 'probe_kvm', lambda _: found.pop(0))
+    config = {'hypervisor': 'qemu', 'cpu': 'host', 'agent': 'a'}
+    config |= {'image_digest': 'd', 'versions': {'qemu': '7.2'}}
+    config |= {'cache': str(tmp_path)}
+    for _ in range(2):
+      assert hypervisor.verdict_on(config) == 'the boot took too long'
+    [kept] = tmp_path.iterdir()
+    long_ago = time.time() - 2 * hypervisor.DOUBT_S
+    for verdict in ('works', 'works'):
+      os.utime(kept, (long_ago, long_ago))
+      assert hypervisor.verdict_on(config) == verdict
+    assert not found
+
   def test_one_that_is_unfit_is_left_out_and_said(self, place):
     [initrd] = place.glob('cache/composer/images/*/initrd')
     initrd.write_bytes(b'virtio_console.ko')

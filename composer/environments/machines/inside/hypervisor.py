@@ -49,6 +49,7 @@ KINDS = {'firecracker': firecracker, 'qemu': qemu}
 KVM_S = 10.0
 KEPT_STATES = 6
 KEPT_VERDICTS_S = 7 * 86_400.0
+DOUBT_S = 3600.0  # a boot that failed may have met a busy moment: tried again
 # (hypervisor, accelerator, processor), the best first. A processor is refused
 # whole for one register that KVM does not have, so it is tried without it too.
 LADDER = (
@@ -372,7 +373,7 @@ def choose(config: dict) -> None:
 
 
 def verdict_on(config: dict) -> str:
-  """'works', or why not; the answer is kept for this boot of the host.
+  """'works', which holds for this boot of the host; or why not, for an hour.
 
   It is one of the host, hypervisor and kernel, whatever the machines' limits.
   """
@@ -385,7 +386,10 @@ def verdict_on(config: dict) -> str:
   path = os.path.join(config['cache'], f'kvm-{name}')
   try:
     with open(path) as file:
-      return file.read()
+      verdict = file.read()
+      age = time.time() - os.fstat(file.fileno()).st_mtime
+    if verdict == 'works' or age < DOUBT_S:
+      return verdict
   except FileNotFoundError:
     pass
   verdict = probe_kvm(config)
