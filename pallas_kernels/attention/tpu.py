@@ -162,6 +162,7 @@ def run(
         pltpu.VMEM((8, ROWS), jnp.float32),
       ],
     ),
+    name='attention',
     compiler_params=pltpu.CompilerParams(dimension_semantics=ORDER),
     interpret=interpret,
   )(*cut, table, low, high, q, *keys)
@@ -349,6 +350,7 @@ def _gradient(body, arrays, cut, grid, query, key, out_shape, out_spec, **more):
         pltpu.VMEM((ROWS, x.shape[-1]), jnp.float32) for x in out_shape
       ],
     ),
+    name='attention_gradient',
     compiler_params=pltpu.CompilerParams(dimension_semantics=ORDER),
     **more,
   )(*cut, *arrays)
