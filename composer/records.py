@@ -25,6 +25,7 @@ Params = Mapping[str, Any]
 
 UNKNOWN_EXPERT = -1
 UNSAMPLED_VERSION = -1
+TOP_LOGPROBS = 20  # the most likeliest tokens that a request may ask for
 
 
 @struct.dataclass

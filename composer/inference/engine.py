@@ -59,7 +59,6 @@ from pallas_kernels import dispatch
 
 Sequence = sequence_lib.Sequence
 Part = batches.Part
-step_sizes = programs.step_sizes
 
 DEPTH = 1  # steps that the device may work on while the host records another
 COMPILERS = 8  # programs that are compiled at once

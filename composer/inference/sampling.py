@@ -23,12 +23,12 @@ import jax.numpy as jnp
 from composer import config as config_lib
 from composer.model import layers
 from composer.model import transformer
+from composer.records import TOP_LOGPROBS
 
 Array = jax.Array
 ModelConfig = config_lib.ModelConfig
 NumericsConfig = config_lib.NumericsConfig
 
-TOP = 20  # likeliest tokens that are told of, where a request asks
 GREEDY = 1e-6  # temperatures below this take the argmax
 
 
@@ -56,7 +56,7 @@ class Answer(NamedTuple):
   tokens: Array  # int32 [S]
   logprobs: Array  # float32 [S]
   kept: Array | None  # uint8 [S, ceil(V / 8)], packed bits; None: all
-  # int32 and float32 [S, TOP]: the likeliest, where something is cut or asked.
+  # int32 and float32 [S, TOP_LOGPROBS]: the likeliest, where something is cut or asked.
   top_ids: Array | None = None
   top_logprobs: Array | None = None
 
@@ -117,7 +117,7 @@ def cut(z: Array, temperature: Array, cuts: Cuts) -> Array:
 
 
 def _cut(z: Array, temperature: Array, cuts: Cuts) -> tuple[Array, Array]:
-  """`cut`, and the ids of the `TOP` likeliest, which are kept first.
+  """`cut`, and the ids of the `TOP_LOGPROBS` likeliest, which are kept first.
 
   Where no row has more than a mask, nothing is sorted: that takes a CPU longer
   than a small model's step. Such a row's bits are the same beside others.
@@ -130,7 +130,7 @@ def _cut(z: Array, temperature: Array, cuts: Cuts) -> tuple[Array, Array]:
   masked |= temperature < GREEDY
   kept, top = jax.lax.cond(
     jnp.all(masked),
-    lambda: (allowed, jax.lax.top_k(z, min(TOP, vocab))[1]),
+    lambda: (allowed, jax.lax.top_k(z, min(TOP_LOGPROBS, vocab))[1]),
     lambda: _ranked(z, cuts),
   )
   return jnp.where(masked[:, None], allowed, kept), top
@@ -152,7 +152,7 @@ def _ranked(z: Array, cuts: Cuts) -> tuple[Array, Array]:
   kept = kept.at[:, 0].set(True)
   rows = jnp.arange(z.shape[0])[:, None]
   out = jnp.zeros(z.shape, bool).at[rows, order].set(kept)
-  return out, order[:, :TOP]
+  return out, order[:, :TOP_LOGPROBS]
 
 
 def answer(

@@ -21,11 +21,11 @@ from composer.inference.server_values import flag
 from composer.inference.server_values import invalid
 from composer.inference.server_values import number
 from composer.inference.server_values import whole
+from composer.records import TOP_LOGPROBS
 from composer.templates.protocol import Message
 
 CHOICES = 128  # prompts times n, of one request
 STOPS = 16  # stop strings
-TOP = 20  # likeliest tokens that are told of, as OpenAI has it
 MESSAGES = 8192
 SESSION = re.compile(r'[A-Za-z0-9][A-Za-z0-9._:-]{0,127}')  # a folder's name
 
@@ -207,7 +207,7 @@ def chat(body: Mapping[str, Any], session: str) -> Chat:
   wanted = _wanted(body, session)
   if limit is not None:
     wanted = dataclasses.replace(wanted, max_tokens=limit)
-  top = whole(body, 'top_logprobs', 0, 0, TOP)
+  top = whole(body, 'top_logprobs', 0, 0, TOP_LOGPROBS)
   if top and not wanted.logprobs:
     raise invalid(f'top_logprobs={top} needs logprobs=true', 'top_logprobs')
   single = not flag(body, 'parallel_tool_calls', True)
@@ -234,7 +234,7 @@ def completions(body: Mapping[str, Any], session: str) -> Completions:
   body = {'max_tokens': 16, **body}
   top = 0
   if type(body.get('logprobs')) is int:  # here it is the number of alternatives
-    top = whole(body, 'logprobs', 0, 0, TOP)
+    top = whole(body, 'logprobs', 0, 0, TOP_LOGPROBS)
     body = {**body, 'logprobs': True}
   wanted = dataclasses.replace(_wanted(body, session), top=top)
   flag(body, 'parallel_tool_calls', True)  # no tools here

@@ -199,7 +199,7 @@ def test_who_has_an_answer_finds_it_counted(start, monkeypatch):
 
 
 def test_pages_return_and_nothing_compiles_while_serving(start):
-  sizes = engine_lib.step_sizes(NUMERICS, CONFIG)
+  sizes = programs.step_sizes(NUMERICS, CONFIG)
   assert sizes == [16, 32]
   engine = start()
   answer(engine, *random_requests(40, 1))

@@ -187,7 +187,7 @@ def test_top_logprobs(start, cuts, temperature):
   plain, c = answer(start(), r, asked)
   for name in ('tokens', 'logprobs', 'kept_ids', 'experts'):
     np.testing.assert_array_equal(getattr(c, name), getattr(plain, name), name)
-  assert plain.top_ids is None and c.top_ids.shape == (9, sampling.TOP)
+  assert plain.top_ids is None and c.top_ids.shape == (9, records.TOP_LOGPROBS)
   for name in ('top_ids', 'top_logprobs'):
     pieces = np.concatenate([getattr(p, name) for p in told])
     np.testing.assert_array_equal(pieces, getattr(c, name))
@@ -197,7 +197,7 @@ def test_top_logprobs(start, cuts, temperature):
     drawn = cuts if temperature else {}
     kept = naive_kept(row, **drawn)
     want = log_softmax(row[kept])
-    order = np.argsort(-want, kind='stable')[: sampling.TOP]
+    order = np.argsort(-want, kind='stable')[: records.TOP_LOGPROBS]
     count = len(order)
     np.testing.assert_array_equal(c.top_ids[s, :count], kept[order])
     np.testing.assert_allclose(
