@@ -40,6 +40,8 @@ BENCH_OPTIONS = {  # which benches take it
   'attention': ('mismatch',),
   'driver': ('machines',),
   'burst': ('machines',),
+  'only': ('kernels',),
+  'resume': ('kernels',),
 }
 TRACEBACK = 'COMPOSER_TRACEBACK'  # set: errors come with their traceback
 
@@ -374,8 +376,15 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     ('attention', str, 'KIND', 'of mismatch on a GPU: grouped or latent'),
     ('driver', str, 'NAME', 'of machines: this one alone'),
     ('burst', int, 'N', 'of machines: requested at once (default: 1000)'),
+    ('only', str, 'NAMES', 'of kernels: these operations, with commas'),
   ):
     parser.add_argument(f'--{name}', metavar=metavar, type=kind, help=text)
+  parser.add_argument(
+    '--resume',
+    action='store_true',
+    default=None,
+    help='of kernels: go on with the table that --json FILE has',
+  )
 
 
 def _add_view(commands: argparse._SubParsersAction) -> None:

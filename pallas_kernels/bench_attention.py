@@ -1,4 +1,4 @@
-"""The rows of attention in the benchmark: packed, its gradient, and paged."""
+"""The rows of packed attention in the benchmark, and of its gradient."""
 
 from __future__ import annotations
 
@@ -10,222 +10,336 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import attention
-from pallas_kernels import bench
 from pallas_kernels import bench_others
+from pallas_kernels import bench_rows
+from pallas_kernels import bench_shapes
 from pallas_kernels import dispatch
-from pallas_kernels import paged_attention
 from pallas_kernels.attention import shapes
-from pallas_kernels.paged_attention import shapes as paged_shapes
+from pallas_kernels.bench_rows import Row
+from pallas_kernels.bench_rows import Rows
 
 LARGE = 1.2e10  # bytes of scores that XLA may be asked to hold
+BACKWARD = 5 / 2  # products of a backward pass, of those of a forward pass
 
 
-def exact(q, k, v, position, scale) -> jax.Array:
-  """Rows [R, K] of one head over its keys [T, K] to `position` [R], float32."""
+def exact(q, k, v, position, scale, start=None) -> jax.Array:
+  """Rows [R, K] of one head over its keys [T, K], float32.
+
+  Args:
+    q: [R, K].
+    k: [T, K].
+    v: [T, W].
+    position: [R], the last key that each sees.
+    scale: of the scores.
+    start: [R], the first that it sees; None: 0.
+  """
   q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
   s = jnp.dot(q, k.T, precision='highest') * scale
-  seen = jnp.arange(k.shape[0])[None, :] <= position[:, None]
+  number = jnp.arange(k.shape[0])[None, :]
+  seen = number <= position[:, None]
+  if start is not None:
+    seen &= number >= start[:, None]
   p = jax.nn.softmax(jnp.where(seen, s, -jnp.inf), axis=-1)
   return jnp.dot(p, v, precision='highest')
 
 
-# --- Packed ------------------------------------------------------------------
+def _exact_gradients(shape, arrays, dout, start) -> tuple[jax.Array, ...]:
+  """dq [T, H / G, K], dk [T, K] and dv [T, W] of the last row's last group.
+
+  Head after head, so that float32 scores of one of them are held at a time.
+  """
+  q, k, v = arrays
+  t, share = shape.tokens, shape.heads // shape.groups
+  own = k[-1, :, -1].astype(jnp.float32)
+  values = None if v is None else v[-1, :, -1].astype(jnp.float32)
+  position = jnp.arange(t)
+
+  def one(q, k, v):
+    v = k[:, : shape.width] if v is None else v
+    return exact(q, k, v, position, shape.key**-0.5, start)
+
+  def add(total, head):
+    q, dout = (x.astype(jnp.float32) for x in head)
+    dq, *more = jax.vjp(one, q, own, values)[1](dout)
+    return jax.tree.map(jnp.add, total, tuple(more)), dq
+
+  heads = tuple(jnp.swapaxes(x[-1, :, -share:], 0, 1) for x in (q, dout))
+  zero = jax.tree.map(jnp.zeros_like, (own, values))
+  (dk, dv), dq = jax.lax.scan(add, zero, heads)
+  return jnp.swapaxes(dq, 0, 1), dk, dv
 
 
-def packed(shape: shapes.Shape) -> Iterator[bench.Row]:
-  """Forward and backward, ours and theirs; one segment a row of the batch."""
-  b, t, h, g = shape.rows, shape.tokens, shape.heads, shape.groups
-  keys = jax.random.split(jax.random.key(1), 4)
-  draw = lambda i, *size: jax.random.normal(keys[i], size, jnp.bfloat16)  # noqa: E731
-  q, k = draw(0, b, t, h, shape.key), draw(1, b, t, g, shape.key)
-  v = None if shape.shared else draw(2, b, t, g, shape.width)
-  dout = draw(3, b, t, h, shape.width)
-  scale = shape.key**-0.5
-  width = shape.width if shape.shared else 0
+def packed(shape: bench_shapes.Attention) -> Rows:
+  """Forward and backward, ours and theirs."""
+  own, ids = shape.shape, shape.segment_ids()
+  b, t, h, g = own.rows, own.tokens, own.heads, own.groups
 
-  def ours(q, k, v):
-    ids = jnp.ones(q.shape[:2], jnp.int32)
-    return attention.attention(
-      q, k, v, ids, scale=scale, block=shape.block, width=width
+  def draw(seed):
+    keys = bench_rows.keys(seed, 4)
+    normal = bench_rows.normal
+    v = None if own.shared else normal(keys[2], b, t, g, own.width)
+    return (
+      normal(keys[0], b, t, h, own.key),
+      normal(keys[1], b, t, g, own.key),
+      v,
+      normal(keys[3], b, t, h, own.width),
+      jnp.broadcast_to(jnp.asarray(ids), (b, t)),
     )
 
-  out = jax.jit(ours)(q, k, v)
-  some = jnp.asarray(sorted({0, t // 3, t // 2, t - 1}))
-  own = k[-1, :, -1]
-  values = own[:, : shape.width] if shape.shared else v[-1, :, -1]
-  want = exact(q[-1, some, -1], own, values, some, scale)
-  half = [None if x is None else x[-1:, : t // 2 + 3] for x in (q, k, v)]
-  row = bench.Row(
-    'attention',
-    shape.name,
-    'ours',
-    flops=shape.flops,
-    error=bench.relative(out[-1, some, -1], want),
-    differing=int(jnp.sum(jax.jit(ours)(*half) != out[-1:, : t // 2 + 3])),
+  ours = functools.partial(_ours, own)
+  q, k, v, dout, segments = jax.eval_shape(draw, bench_rows.SEED)
+  forward = jax.jit(lambda q, k, v, ids: jax.vjp(ours, q, k, v, ids))
+  pull = jax.jit(lambda saved, dout: saved(dout)[:3])
+  _, saved = jax.eval_shape(forward, q, k, v, segments)
+  gradients = jax.eval_shape(pull, saved, dout)
+  programs = {
+    'draw': (draw, bench_rows.SEED),
+    'ours': (ours, q, k, v, segments),
+    'error': (functools.partial(_error, shape), q, k, v, dout),
+    'alone': (functools.partial(_alone, shape), q, k, v, segments, dout),
+    'saved': (forward, q, k, v, segments),
+    'gradient': (pull, saved, dout),
+    'gradient error': (
+      functools.partial(_gradient_error, shape),
+      *(q, k, v, dout, gradients),
+    ),
+  }
+  ready = bench_rows.ahead(programs, {'draw', 'error', 'gradient error'})
+  yield None
+  q, k, v, dout, segments = bench_rows.draw(ready['draw'])
+  yield _forward(shape, ready, q, k, v, segments)
+  yield from _others(shape, q, k, v)
+  yield from _gradient(shape, ready, (q, k, v, segments, dout))
+  yield from _their_gradient(shape, q, k, v, dout)
+  torch = bench_rows.torch()
+  if torch is not None and not own.shared and shape.segments == 1:
+    yield from _torch(own, torch, q, k, _padded(v, own), dout)
+
+
+def _forward(shape: bench_shapes.Attention, ready, q, k, v, ids) -> Row:
+  out = ready['ours'](q, k, v, ids)
+  row = Row('attention', shape.name, 'ours', flops=shape.flops)
+  row = bench_rows.checked(
+    row,
+    error=lambda: ready['error'](q, k, v, out),
+    differing=lambda: ready['alone'](q, k, v, ids, out),
   )
-  yield bench._timed(row, ours, q, k, v)
-  wide = _padded(v, shape)
+  return bench_rows.timed(row, ready['ours'], q, k, v, ids)
+
+
+def _ours(own: shapes.Shape, q, k, v, ids):
+  return attention.attention(
+    *(q, k, v, ids),
+    scale=own.key**-0.5,
+    block=own.block,
+    width=own.width if own.shared else 0,
+  )
+
+
+def _error(shape: bench_shapes.Attention, q, k, v, out) -> jax.Array:
+  """Of some rows of the last head."""
+  own, t = shape.shape, shape.shape.tokens
+  some = jnp.asarray(sorted({0, t // 3, t // 2, t - 1}))
+  keys = k[-1, :, -1]
+  values = keys[:, : own.width] if own.shared else v[-1, :, -1]
+  start = jnp.asarray(shape.starts())[some]
+  rows = q[-1, some, -1]
+  want = exact(rows, keys, values, some, own.key**-0.5, start)
+  return bench_rows.relative(out[-1, some, -1], want)
+
+
+def _alone(shape: bench_shapes.Attention, q, k, v, ids, out) -> jax.Array:
+  """Elements that differ where there is less: what begins the last segment.
+
+  Of the last row of the batch, from where its last segment starts, some more
+  than half of it.
+  """
+  start = int(shape.starts()[-1])
+  end = start + (shape.shape.tokens - start) // 2 + 3
+  half = [None if x is None else x[-1:, start:end] for x in (q, k, v, ids)]
+  other = _ours(shape.shape, *half)
+  return bench_rows.differing(other, out[-1:, start:end])
+
+
+def _gradient_error(shape, q, k, v, dout, found) -> jax.Array:
+  """The greatest of dq, dk and dv, of the last row's last group of heads."""
+  own = shape.shape
+  share = own.heads // own.groups
+  start = jnp.asarray(shape.starts())
+  wanted = _exact_gradients(own, (q, k, v), dout, start)
+  dq, dk, dv = found
+  got = dq[-1, :, -share:], dk[-1, :, -1], None if v is None else dv[-1, :, -1]
+  pairs = zip(got, wanted, strict=True)
+  errors = [bench_rows.relative(a, b) for a, b in pairs if b is not None]
+  return jnp.max(jnp.stack(errors))
+
+
+def _gradient(shape: bench_shapes.Attention, ready, arrays) -> Iterator[Row]:
+  q, k, v, ids, dout = arrays
+  flops = int(shape.flops * BACKWARD)
+  row = Row('attention gradient', shape.name, 'ours', flops=flops)
+  try:
+    _, saved = ready['saved'](q, k, v, ids)
+  except Exception as error:
+    yield dataclasses.replace(row, note=bench_rows.reason(error))
+    return
+
+  def check():
+    found = ready['gradient'](saved, dout)
+    return ready['gradient error'](q, k, v, dout, found)
+
+  row = bench_rows.checked(row, error=check)
+  yield bench_rows.timed(row, ready['gradient'], saved, dout)
+
+
+# --- Theirs ------------------------------------------------------------------
+
+
+def _others(shape: bench_shapes.Attention, q, k, v) -> Iterator[Row]:
+  """Forward: XLA's, cuDNN's and tokamax's, where they can do it."""
+  own = shape.shape
+  wide = _padded(v, own)
   for who in ('xla', 'cudnn'):
     if _possible(who, shape):
-      theirs = functools.partial(_library, who=who, scale=scale)
-      row = bench.Row('attention', shape.name, who, flops=shape.flops)
-      yield bench._timed(row, theirs, q, k, wide)
-  row = bench.Row('attention', shape.name, 'tokamax', flops=shape.flops)
-  yield from bench_others.attention(row, q, k, v, scale)
-  yield from _gradients(shape, ours, q, k, v, wide, dout, scale)
-  torch = bench._torch()
-  if torch is not None and not shape.shared:
-    yield from _torch(shape, torch, q, k, wide, dout)
+      row = Row('attention', shape.name, who, flops=shape.flops)
+      note = 'segments as a bias' if shape.segments > 1 else ''
+      row = dataclasses.replace(row, note=note)
+      yield bench_rows.timed(row, _library(shape, who), q, k, wide)
+  if shape.segments == 1:
+    row = Row('attention', shape.name, 'tokamax', flops=shape.flops)
+    yield from bench_others.attention(row, q, k, v, own.key**-0.5)
 
 
-def _padded(v: jax.Array | None, shape: shapes.Shape) -> jax.Array | None:
+def _padded(v: jax.Array | None, own: shapes.Shape) -> jax.Array | None:
   """Values as wide as keys, which the libraries want."""
-  if v is None or shape.key == shape.width:
+  if v is None or own.key == own.width:
     return v
-  return jnp.pad(v, ((0, 0),) * 3 + ((0, shape.key - shape.width),))
+  return jnp.pad(v, ((0, 0),) * 3 + ((0, own.key - own.width),))
 
 
-def _possible(who: str, shape: shapes.Shape) -> bool:
-  scores = 4 * shape.rows * shape.tokens**2 * shape.heads
+def _possible(who: str, shape: bench_shapes.Attention) -> bool:
+  own = shape.shape
   if who == 'xla':
-    return scores < LARGE and not shape.shared
-  return dispatch.platform() == 'gpu' and not shape.shared
+    return 4 * own.rows * own.tokens**2 * own.heads < LARGE
+  return dispatch.platform() == 'gpu' and not own.shared
 
 
-def _library(q, k, v, who: str, scale: float):
-  return jax.nn.dot_product_attention(
-    q, k, v, scale=scale, is_causal=True, implementation=who
-  )
+def _library(shape: bench_shapes.Attention, who: str):
+  """Causal attention of q, k and v as wide, by jax; absorbed: by XLA."""
+  own, starts = shape.shape, jnp.asarray(shape.starts())
+  scale = own.key**-0.5
 
-
-def _gradients(shape, ours, q, k, v, wide, dout, scale) -> Iterator[bench.Row]:
-  flops = shape.flops * 5 // 2
-  pull = jax.jit(lambda pull, dout: pull(dout))
-  size = shape.key - shape.width
-  wide_dout = jnp.pad(dout, ((0, 0),) * 3 + ((0, size),)) if size else dout
-  found = jax.jit(lambda *a: jax.vjp(ours, *a)[1](dout))(q, k, v)
-  row = bench.Row('attention gradient', shape.name, 'ours', flops=flops)
-  want = None
-  theirs = functools.partial(_library, who='cudnn', scale=scale)
-  if _possible('cudnn', shape) and shape.key <= 128:
-    want = jax.jit(lambda *a: jax.vjp(theirs, *a)[1](wide_dout))(q, k, wide)
-    error = max(
-      bench.relative(got, one) for got, one in zip(found, want, strict=True)
+  def run(q, k, v):
+    if own.shared:
+      return naive(q, k, own.width, scale)
+    mask = None
+    if shape.segments > 1:
+      number = jnp.arange(own.tokens)
+      mask = (number[None, :] >= starts[:, None])[None, None]
+    return jax.nn.dot_product_attention(
+      *(q, k, v),
+      mask=mask,
+      scale=scale,
+      is_causal=True,
+      implementation=who,
     )
-    row = dataclasses.replace(row, error=error)
-  _, saved = jax.jit(functools.partial(jax.vjp, ours))(q, k, v)
-  yield bench._timed(row, pull, saved, dout)
-  if want is not None:
-    _, saved = jax.jit(functools.partial(jax.vjp, theirs))(q, k, wide)
-    row = bench.Row('attention gradient', shape.name, 'cudnn', flops=flops)
-    yield bench._timed(row, pull, saved, wide_dout)
+
+  return run
 
 
-def _torch(shape, torch: Any, q, k, v, dout) -> Iterator[bench.Row]:
+def naive(q, k, width: int, scale: float) -> jax.Array:
+  """Absorbed attention as one writes it first: q [B, T, H, K], k [B, T, 1, K]."""
+  k = k[:, :, 0]
+  s = attention.reference.product('bthd,bsd->bhts', q, k) * scale
+  number = jnp.arange(k.shape[1])
+  seen = number[None, :] <= number[:, None]
+  p = jax.nn.softmax(jnp.where(seen[None, None], s, -1e30), axis=-1)
+  p = p.astype(k.dtype)
+  out = attention.reference.product('bhts,bsd->bthd', p, k[..., :width])
+  return out.astype(q.dtype)
+
+
+def _their_gradient(shape, q, k, v, dout) -> Iterator[Row]:
+  """cuDNN's and tokamax's; of absorbed attention XLA's, whole and in blocks."""
+  own, wide = shape.shape, _padded(v, shape.shape)
+  flops = int(shape.flops * BACKWARD)
+  row = Row('attention gradient', shape.name, 'cudnn', flops=flops)
+  if own.shared:
+    row = dataclasses.replace(row, who='xla')
+    if _possible('xla', shape):
+      yield _pulled(row, _library(shape, 'xla'), (q, k, wide), dout)
+    if dispatch.platform() == 'gpu' and shape.segments == 1:
+      yield _in_blocks(
+        dataclasses.replace(row, who='xla blocks'), own, q, k, dout
+      )
+    return
+  run = bench_others.attention_of(own.key**-0.5)
+  if run is not None and shape.segments == 1:
+    who = dataclasses.replace(row, who='tokamax', note=bench_others.UNTUNED)
+    yield _pulled(who, run, (q, k, v), dout)
+  if own.key != own.width:
+    dout = jnp.pad(dout, ((0, 0),) * 3 + ((0, own.key - own.width),))
+  if _possible('cudnn', shape):
+    yield _pulled(row, _library(shape, 'cudnn'), (q, k, wide), dout)
+
+
+def _pulled(row: Row, function, arrays, dout) -> Row:
+  """Of the gradient alone, from what a forward pass saved."""
+  try:
+    _, saved = jax.jit(functools.partial(jax.vjp, function))(*arrays)
+  except Exception as error:
+    return dataclasses.replace(row, note=bench_rows.reason(error))
+  return bench_rows.timed(row, lambda saved, dout: saved(dout), saved, dout)
+
+
+def _in_blocks(row: Row, own: shapes.Shape, q, k, dout) -> Row:
+  """XLA's, a block of keys at a time, from our kernel's log-sum-exp."""
+  from pallas_kernels.attention import gpu
+
+  sizes = dict(width=own.width, scale=own.key**-0.5)
+  bounds = attention.bounds(jnp.ones((1, own.tokens), jnp.int32))
+  q, k, dout = q[-1], k[-1], dout[-1]
+  forward = functools.partial(gpu.forward, block=own.block, **sizes)
+  try:
+    out, log = jax.jit(forward)(q, k, None, *bounds)
+  except Exception as error:
+    return dataclasses.replace(row, note=bench_rows.reason(error))
+  dots = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+
+  def run(q, k, log, dots, dout):
+    back = attention.reference.backward
+    return back(*(q, k, None, *bounds, log, dots, dout), block=512, **sizes)
+
+  return bench_rows.timed(row, run, q, k, log, dots, dout)
+
+
+def _torch(own: shapes.Shape, torch: Any, q, k, v, dout) -> Iterator[Row]:
   """PyTorch through cuDNN; values padded to the keys' width."""
   kinds = importlib.import_module('torch.nn.attention')
   function = torch.nn.functional.scaled_dot_product_attention
-  size = shape.key - shape.width
+  size = own.key - own.width
   dout = jnp.pad(dout, ((0, 0),) * 3 + ((0, size),)) if size else dout
   q, k, v, dout = (
     torch.from_dlpack(x).transpose(1, 2) for x in (q, k, v, dout)
   )
   arrays = [x.detach().requires_grad_() for x in (q, k, v)]
   call = functools.partial(
-    function, is_causal=True, enable_gqa=shape.heads != shape.groups
+    function, is_causal=True, enable_gqa=own.heads != own.groups
   )
-  row = bench.Row('attention', shape.name, 'torch', flops=shape.flops)
+  row = Row('attention', own.name, 'torch', flops=own.flops)
   with kinds.sdpa_kernel(kinds.SDPBackend.CUDNN_ATTENTION):
-    yield bench._torch_timed(row, torch, lambda: call(q, k, v))
+    yield bench_rows.torch_timed(row, torch, lambda: call(q, k, v))
+    flops = int(own.flops * BACKWARD)
+    row = dataclasses.replace(row, operation='attention gradient', flops=flops)
     try:
       out = call(*arrays)
-    except RuntimeError:  # said above
+    except RuntimeError as error:
+      yield dataclasses.replace(row, note=bench_rows.reason(error))
       return
-    row = dataclasses.replace(
-      row, operation='attention gradient', flops=shape.flops * 5 // 2
-    )
-    yield bench._torch_timed(
-      row,
-      torch,
-      lambda: torch.autograd.grad(out, arrays, dout, retain_graph=True),
-    )
 
+    def pull():
+      return torch.autograd.grad(out, arrays, dout, retain_graph=True)
 
-# --- Paged -------------------------------------------------------------------
-
-
-def paged(shape: paged_shapes.Shape) -> Iterator[bench.Row]:
-  """Sequences of half to all of the shape's tokens, in pages in any order."""
-  n, queries, block = shape.sequences, shape.queries, shape.block
-  h, g, count = shape.heads, shape.groups, shape.tokens // shape.block
-  rng = np.random.default_rng(1)
-  keys = jax.random.split(jax.random.key(1), 3)
-  draw = lambda i, *size: jax.random.normal(keys[i], size, jnp.bfloat16)  # noqa: E731
-  q = draw(0, n, queries, h, shape.key)
-  k = draw(1, n * count, block, g, shape.key)
-  v = None if shape.shared else draw(2, n * count, block, g, shape.width)
-  table = jnp.asarray(rng.permutation(n * count).reshape(n, count), jnp.int32)
-  first = rng.integers(shape.tokens // 2, shape.tokens - queries + 1, n)
-  first = np.minimum(first, shape.tokens - queries)
-  positions = jnp.asarray(first[:, None] + np.arange(queries), jnp.int32)
-  scale = shape.key**-0.5
-  seen = (first + queries - 1) // block + 1
-  pairs = int((first + 1).sum()) * queries + n * queries * (queries - 1) // 2
-  size = dict(
-    flops=2 * pairs * h * (shape.key + shape.width),
-    bytes=int(seen.sum()) * block * shape.token_bytes,
-  )
-
-  def ours(q, k, v, table, positions):
-    return paged_attention.paged_attention(
-      q,
-      k,
-      v,
-      table,
-      positions,
-      scale=scale,
-      width=shape.width if shape.shared else 0,
-    )
-
-  out = jax.jit(ours)(q, k, v, table, positions)
-  own = k[table[-1], :, -1].reshape(-1, shape.key)
-  values = own[:, : shape.width]
-  if v is not None:
-    values = v[table[-1], :, -1].reshape(-1, shape.width)
-  want = exact(q[-1, -4:, -1], own, values, positions[-1, -4:], scale)
-  moved = jnp.roll(k, 3, axis=0), None if v is None else jnp.roll(v, 3, axis=0)
-  few = slice(n // 2, None)
-  other = jax.jit(ours)(
-    q[few], *moved, (table[few] + 3) % (n * count), positions[few]
-  )
-  row = bench.Row(
-    'paged_attention',
-    shape.name,
-    'ours',
-    error=bench.relative(out[-1, -4:, -1], want),
-    differing=int(jnp.sum(other != out[few])),
-    **size,
-  )
-  yield bench._timed(row, ours, q, k, v, table, positions)
-  if 4 * n * h * queries * shape.tokens < LARGE:
-    row = bench.Row('paged_attention', shape.name, 'xla', **size)
-    naive = functools.partial(_naive, width=shape.width, scale=scale)
-    yield bench._timed(row, naive, q, k, v, table, positions)
-
-
-def _naive(q, k, v, table, positions, width, scale):
-  """What one writes first: all pages side by side, then a softmax."""
-  n, queries, h, key = q.shape
-  g = k.shape[2]
-  k = k[table].reshape(n, -1, g, key)
-  v = k[..., :width] if v is None else v[table].reshape(n, -1, g, width)
-  q = q.reshape(n, queries, g, h // g, key)
-  s = attention.reference.product('nqgid,nsgd->ngqis', q, k) * scale
-  seen = jnp.arange(k.shape[1])[None, None] <= positions[:, :, None]
-  s = jnp.where(seen[:, None, :, None], s, -1e30)
-  p = jax.nn.softmax(s, axis=-1).astype(v.dtype)
-  out = attention.reference.product('ngqis,nsgd->nqgid', p, v)
-  return out.reshape(n, queries, h, width).astype(q.dtype)
+    yield bench_rows.torch_timed(row, torch, pull)

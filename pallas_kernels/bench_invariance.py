@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 import dataclasses
+import statistics
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import attention
-from pallas_kernels import bench
+from pallas_kernels import bench_rows
 from pallas_kernels import bench_shapes
 from pallas_kernels import bench_time
 from pallas_kernels import dispatch
@@ -31,6 +32,8 @@ from pallas_kernels import paged_attention
 from pallas_kernels import route
 from pallas_kernels import token_logprob
 from pallas_kernels.attention import shapes as attention_shapes
+from pallas_kernels.bench_rows import Row
+from pallas_kernels.bench_rows import Rows
 from pallas_kernels.grouped_matmul import shapes as grouped_shapes
 from pallas_kernels.matmul import shapes as matmul_shapes
 from pallas_kernels.norm import shapes as norm_shapes
@@ -38,100 +41,98 @@ from pallas_kernels.paged_attention import shapes as paged_shapes
 from pallas_kernels.route import shapes as route_shapes
 from pallas_kernels.token_logprob import shapes as logprob_shapes
 
-Row = bench.Row
 BLOCKS = (64, 128)  # tokens of a block of keys
-TURNS = 3
 
 
 class Trial(NamedTuple):
   """An operation at a shape.
 
   Attributes:
-    fixed: as a model calls it, of `arguments`.
-    arguments: arrays.
+    draw: arguments from a seed.
+    fixed: as a model calls it, of the arguments.
     tilings: by name, the same in another cut; they must change no bit.
     others: by name, what rounds elsewhere.
-    some: some rows, in another order: (results of `fixed`, results of these).
+    some: some rows, in another order, of what `fixed` gave and the arguments:
+      (what it gave for them, what it gives for these alone).
   """
 
+  draw: Callable[[Any], tuple[Any, ...]]
   fixed: Callable[..., Any]
-  arguments: tuple[Any, ...]
   tilings: dict[str, Callable[..., Any]]
   others: dict[str, Callable[..., Any]]
-  some: Callable[[Any], tuple[Any, Any]]
+  some: Callable[..., tuple[Any, Any]]
 
 
-def rows(case: bench_shapes.Invariance) -> Iterator[Row]:
+def rows(case: bench_shapes.Invariance) -> Rows:
   """The choice's time and differing elements, then the fastest other one's."""
-  shape = case.shape
-  if dispatch.platform() == 'cpu':
-    shape = bench.small(shape)
-  trial = TRIALS[case.operation](shape)
-  row = Row(f'invariance {case.operation}', shape.name, 'ours')
-  fixed, took, out = _measured(trial.fixed, trial.arguments)
-  row = dataclasses.replace(row, seconds=took)
+  trial = TRIALS[case.operation](case.shape)
+  arguments = jax.eval_shape(trial.draw, bench_rows.SEED)
+  out = jax.eval_shape(trial.fixed, *arguments)
+
+  def some(out, *arguments):
+    return bench_rows.differing(*trial.some(out, *arguments))
+
+  programs = {
+    'draw': (trial.draw, bench_rows.SEED),
+    'fixed': (trial.fixed, *arguments),
+    'some': (some, out, *arguments),
+    'same': (bench_rows.differing, out, out),
+  }
+  cuts = trial.tilings | trial.others
+  programs |= {label: (cut, *arguments) for label, cut in cuts.items()}
+  ready = bench_rows.ahead(programs, {'draw'})
+  yield None
+  row = Row(f'invariance {case.operation}', case.shape.name, 'ours')
+  arguments = bench_rows.draw(ready['draw'])
   if dispatch.platform() == 'cpu':  # XLA's, which has no fixed order
-    yield row
+    yield bench_rows.timed(row, ready['fixed'], *arguments)
     return
-  differing = _differing(*trial.some(out))
+  yield from _measured(row, trial, ready, arguments)
+
+
+def _measured(row: Row, trial: Trial, ready, arguments) -> Iterator[Row]:
+  out = ready['fixed'](*arguments)
+  differing = int(ready['some'](out, *arguments))
   found = {}
-  for label, function in (trial.tilings | trial.others).items():
+  for label in trial.tilings | trial.others:
     try:
-      ready, took, other = _measured(function, trial.arguments)
+      other = ready[label](*arguments)
     except Exception:  # it does not fit, or the kernel does not take it
       continue
-    found[label] = took, ready
     if label in trial.tilings:
-      differing += _differing(out, other)
+      differing += int(ready['same'](out, other))
+    del other
+    found[label] = _seconds(ready[label], arguments)
   row = dataclasses.replace(row, differing=differing)
+  del out
   if not found:
-    yield row
+    took = _seconds(ready['fixed'], arguments)
+    yield dataclasses.replace(row, seconds=took)
     return
-  best = min(found, key=lambda label: found[label][0])
-  ours, theirs = _in_turns(fixed, found[best][1], trial.arguments)
+  best = min(found, key=found.get)
+  ours, theirs, cost = _in_turns(ready['fixed'], ready[best], arguments)
   yield dataclasses.replace(row, seconds=ours)
-  note = f'cost {max(ours / theirs, 1.0):.3f}; of {len(found)} others: {best}'
+  note = f'cost {max(cost, 1.0):.3f}; of {len(found)} others: {best}'
   yield dataclasses.replace(
     row, who='tuned', seconds=theirs, differing=None, note=note
   )
 
 
-def _measured(
-  function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> tuple[Callable[..., Any], float, Any]:
-  """(function, compiled once; seconds; results)."""
-  ready = jax.jit(function)
-  out = ready(*arguments)
-  return ready, _seconds(ready, arguments), out
-
-
 def _seconds(ready: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
-  return bench.seconds(lambda: ready(*arguments), jax.block_until_ready)
+  call = lambda: ready(*arguments)  # noqa: E731
+  return bench_rows.seconds(call, jax.block_until_ready)
 
 
-def _in_turns(one, other, arguments) -> tuple[float, float]:
-  """Seconds of both: what slows the device for a while slows both of them.
+def _in_turns(one, other, arguments) -> tuple[float, float, float]:
+  """Median seconds of both, and the median over turns of their ratio.
 
-  Both by the clock, or both of the kernels alone: near the limit of
-  `bench.seconds` one might be measured without its launch and one with it.
+  Both come once in each turn, so that what slows the device for a while, or
+  heats it up, slows both of them.
   """
   calls = [lambda f=f: f(*arguments) for f in (one, other)]
-  wait = jax.block_until_ready
-
-  def turns(measure):
-    return [tuple(measure(call, wait) for call in calls) for _ in range(TURNS)]
-
-  pairs = turns(bench_time.seconds)
-  if min(map(min, pairs)) < bench_time.SHORT:
-    alone = turns(bench_time.device_seconds)
-    pairs = alone if all(map(all, alone)) else pairs
-  a, b = sorted(pairs, key=lambda pair: pair[0] / pair[1])[TURNS // 2]
-  return a, b
-
-
-def _differing(got: Any, want: Any) -> int:
-  pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-  return sum(int(jnp.sum(a != b)) for a, b in pairs)
+  pairs = bench_time.in_turns(calls, jax.block_until_ready)
+  ratios = statistics.median(a / b for a, b in pairs)
+  return *map(statistics.median, zip(*pairs, strict=True)), ratios
 
 
 def _named() -> str | None:
@@ -140,8 +141,9 @@ def _named() -> str | None:
   return None if device == 'cpu' else device
 
 
-def _normal(seed: int, *size: int) -> jax.Array:
-  return jax.random.normal(jax.random.key(seed), size, jnp.bfloat16)
+def _normal(seed: Any, place: int, *size: int) -> jax.Array:
+  key = jax.random.fold_in(jax.random.key(seed), place)
+  return bench_rows.normal(key, *size)
 
 
 # --- Operations --------------------------------------------------------------
@@ -157,7 +159,7 @@ def _tiles(rows_: int) -> dict[str, Any]:
       dict(stages=3, slots=1, panel=4),
       dict(panel=16),
       dict(columns=192),
-      dict(rows=128, columns=128),
+      dict(rows=128, columns=128, stages=3, slots=1),
       dict(columns=128, stages=6),
     )
   else:
@@ -177,24 +179,22 @@ def _words(change: dict[str, Any]) -> str:
 
 def _grouped(shape: grouped_shapes.Shape) -> Trial:
   sizes = shape.sizes()
-  x = _normal(1, shape.rows, shape.k)
-  w = _normal(2, shape.groups, shape.k, shape.n) * jnp.bfloat16(0.02)
+  owner = np.repeat(np.arange(len(sizes)), sizes)
+  kept = np.random.default_rng(2).permutation(len(owner))[::3]
+  kept = kept[np.argsort(owner[kept], kind='stable')].astype(np.int32)
+  counts = np.bincount(owner[kept], minlength=len(sizes)).astype(np.int32)
   run = grouped_matmul.grouped_matmul
 
-  def some(y):
-    owner = np.repeat(np.arange(len(sizes)), sizes)
-    kept = np.random.default_rng(2).permutation(len(owner))[::3]
-    kept = kept[np.argsort(owner[kept], kind='stable')]
-    counts = np.bincount(owner[kept], minlength=len(sizes))
-    return y[kept], run(x[kept], w, jnp.asarray(counts, jnp.int32))
+  def draw(seed):
+    w = _normal(seed, 2, shape.groups, shape.k, shape.n) * jnp.bfloat16(0.02)
+    return _normal(seed, 1, shape.rows, shape.k), w, jnp.asarray(sizes)
 
-  return Trial(
-    run,
-    (x, w, jnp.asarray(sizes)),
-    _with_tiles(run, shape.rows // max((sizes > 0).sum(), 1)),
-    {},
-    some,
-  )
+  def some(y, x, w, group_sizes):
+    del group_sizes
+    return y[kept], run(x[kept], w, jnp.asarray(counts))
+
+  tilings = _with_tiles(run, shape.rows // max((sizes > 0).sum(), 1))
+  return Trial(draw, run, tilings, {}, some)
 
 
 def _with_tiles(run: Callable[..., Any], rows_: int) -> dict[str, Any]:
@@ -209,28 +209,37 @@ def _with_tiles(run: Callable[..., Any], rows_: int) -> dict[str, Any]:
 
 
 def _matmul(shape: matmul_shapes.Shape) -> Trial:
-  x, w = _normal(1, shape.rows, shape.k), _normal(2, shape.k, shape.n)
   run = matmul.matmul
-  return Trial(
-    run,
-    (x, w),
-    _with_tiles(run, shape.rows),
-    {},
-    lambda y: (y[::-3], run(x[::-3], w)),
-  )
+
+  def draw(seed):
+    x = _normal(seed, 1, shape.rows, shape.k)
+    return x, _normal(seed, 2, shape.k, shape.n)
+
+  def some(y, x, w):
+    return y[::-3], run(x[::-3], w)
+
+  return Trial(draw, run, _with_tiles(run, shape.rows), {}, some)
 
 
 def _attention(shape: attention_shapes.Shape) -> Trial:
   b, t, h, g = shape.rows, shape.tokens, shape.heads, shape.groups
-  q, k = _normal(1, b, t, h, shape.key), _normal(2, b, t, g, shape.key)
-  v = None if shape.shared else _normal(3, b, t, g, shape.width)
   more = dict(scale=shape.key**-0.5, width=shape.width if shape.shared else 0)
+
+  def draw(seed):
+    v = None if shape.shared else _normal(seed, 3, b, t, g, shape.width)
+    q, k = (_normal(seed, i, b, t, n, shape.key) for i, n in ((1, h), (2, g)))
+    return q, k, v
 
   def run(q, k, v, block=shape.block, tiles=None):
     ids = jnp.ones(q.shape[:2], jnp.int32)
     return attention.attention(
       q, k, v, ids, block=block, tiles=tiles, implementation=_named(), **more
     )
+
+  def some(out, *arrays):
+    """The first half of the last sequence, by itself."""
+    half = [None if x is None else x[-1:, : t // 2] for x in arrays]
+    return out[-1:, : t // 2], run(*half)
 
   tilings = {}
   if dispatch.platform() == 'gpu':
@@ -240,21 +249,10 @@ def _attention(shape: attention_shapes.Shape) -> Trial:
       dict(),
       dict(turns=False),
       dict(overlap=True),
-      dict(stages=3),
     ):
       tiles = gpu_tiles.Tiles(**change)
       tilings[_words(change)] = lambda *a, tiles=tiles: run(*a, tiles=tiles)
-  half = slice(t // 2)  # the first half of the last sequence, by itself
-  return Trial(
-    run,
-    (q, k, v),
-    tilings,
-    _with_blocks(run, shape.block),
-    lambda out: (
-      out[-1:, half],
-      run(*(None if x is None else x[-1:, half] for x in (q, k, v))),
-    ),
-  )
+  return Trial(draw, run, tilings, _with_blocks(run, shape.block), some)
 
 
 def _with_blocks(run: Callable[..., Any], own: int) -> dict[str, Any]:
@@ -267,17 +265,25 @@ def _with_blocks(run: Callable[..., Any], own: int) -> dict[str, Any]:
 
 def _paged(shape: paged_shapes.Shape) -> Trial:
   n, h, g = shape.sequences, shape.heads, shape.groups
-  q = _normal(1, n, shape.queries, h, shape.key)
-  k = _normal(2, n * shape.tokens, g, shape.key)
-  v = None if shape.shared else _normal(3, n * shape.tokens, g, shape.width)
-  first = jnp.arange(n) * 37 % max(shape.tokens // 2, 1)
-  first = jnp.minimum(first + shape.tokens // 2, shape.tokens - shape.queries)
-  positions = first[:, None] + jnp.arange(shape.queries)[None, :]
-  positions = positions.astype(jnp.int32)
 
-  def run(q, k, v, positions, block=shape.block):
+  def draw(seed):
+    size = n * shape.tokens, g
+    v = None if shape.shared else _normal(seed, 3, *size, shape.width)
+    first = jnp.arange(n) * 37 % max(shape.tokens // 2, 1)
+    first = jnp.minimum(first + shape.tokens // 2, shape.tokens - shape.queries)
+    positions = first[:, None] + jnp.arange(shape.queries)[None, :]
+    return (
+      _normal(seed, 1, n, shape.queries, h, shape.key),
+      _normal(seed, 2, *size, shape.key),
+      v,
+      positions.astype(jnp.int32),
+    )
+
+  def run(q, k, v, positions, block=shape.block, turn=0, split=0):
     pages = [None if x is None else _pages(x, block) for x in (k, v)]
-    table = jnp.arange(len(k) // block, dtype=jnp.int32)
+    count = len(k) // block
+    pages = [None if x is None else jnp.roll(x, turn, axis=0) for x in pages]
+    table = (jnp.arange(count, dtype=jnp.int32) + turn) % count
     return paged_attention.paged_attention(
       q,
       *pages,
@@ -285,17 +291,24 @@ def _paged(shape: paged_shapes.Shape) -> Trial:
       positions,
       scale=shape.key**-0.5,
       width=shape.width if shape.shared else 0,
+      split=split,
       implementation=_named(),
     )
 
   few = n // 2 + 1
-  return Trial(
-    run,
-    (q, k, v, positions),
-    {},
-    _with_blocks(run, shape.block),
-    lambda out: (out[:few], run(q[:few], k, v, positions[:few])),
-  )
+
+  def some(out, q, k, v, positions):
+    """Fewer sequences, all of whose pages lie elsewhere."""
+    other = run(q[:few], k, v, positions[:few], turn=n + 3)
+    return out[:few], other
+
+  others = _with_blocks(run, shape.block)
+  if dispatch.platform() == 'gpu':
+    from pallas_kernels.paged_attention import gpu
+
+    size = gpu.SPLIT
+    others[f'splits of {size}'] = lambda *a: run(*a, split=size)
+  return Trial(draw, run, {}, others, some)
 
 
 def _pages(x: jax.Array, block: int) -> jax.Array:
@@ -304,10 +317,14 @@ def _pages(x: jax.Array, block: int) -> jax.Array:
 
 def _token_logprob(shape: logprob_shapes.Shape) -> Trial:
   t, d, v = shape.tokens, shape.depth, shape.vocabulary
-  unembed = _normal(2, d, v) * jnp.bfloat16(2 / d**0.5)
-  tokens = jax.random.randint(jax.random.key(3), (t,), 0, v)
-  hidden, temperatures = _normal(1, t, d), jnp.linspace(0.5, 1.5, t)
   run = token_logprob.token_logprob
+
+  def draw(seed):
+    tokens = jax.random.randint(jax.random.key(seed + 1), (t,), 0, v)
+    unembed = _normal(seed, 2, d, v) * jnp.bfloat16(2 / d**0.5)
+    hidden, heat = _normal(seed, 1, t, d), jnp.linspace(0.5, 1.5, t)
+    return hidden, unembed, tokens, heat
+
   tilings = {}
   if dispatch.platform() == 'gpu':
     from pallas_kernels.grouped_matmul import gpu as matmul_gpu
@@ -319,6 +336,7 @@ def _token_logprob(shape: logprob_shapes.Shape) -> Trial:
 
     for change in (
       dict(panel=2),
+      dict(panel=4),
       dict(panel=8),
       dict(panel=16),
       dict(panel=4, stages=3),
@@ -327,34 +345,39 @@ def _token_logprob(shape: logprob_shapes.Shape) -> Trial:
       tilings[_words(change)] = lambda *a, tiles=tiles: cut(*a, tiles=tiles)
   few = slice(None, None, -5)
 
-  def some(found):
+  def some(found, hidden, unembed, tokens, temperatures):
     other = run(hidden[few], unembed, tokens[few], temperatures[few])
     return tuple(one[few] for one in found), other
 
-  arguments = hidden, unembed, tokens, temperatures
-  return Trial(run, arguments, tilings, {}, some)
+  return Trial(draw, run, tilings, {}, some)
 
 
 def _norm(shape: norm_shapes.Shape) -> Trial:
-  x, scale = _normal(1, shape.rows, shape.depth), _normal(2, shape.depth)
   run = norm.rms_norm
-  return Trial(
-    run, (x, scale), {}, {}, lambda y: (y[::-3], run(x[::-3], scale))
-  )
+
+  def draw(seed):
+    x = _normal(seed, 1, shape.rows, shape.depth)
+    return x, _normal(seed, 2, shape.depth)
+
+  def some(y, x, scale):
+    return y[::-3], run(x[::-3], scale)
+
+  return Trial(draw, run, {}, {}, some)
 
 
 def _route(shape: route_shapes.Shape) -> Trial:
-  keys = jax.random.split(jax.random.key(1), 2)
-  logits = jax.random.normal(keys[0], (shape.rows, shape.experts))
-  bias = 0.01 * jax.random.normal(keys[1], (shape.experts,))
+  def draw(seed):
+    keys = bench_rows.keys(seed, 2)
+    logits = jax.random.normal(keys[0], (shape.rows, shape.experts))
+    return logits, 0.01 * jax.random.normal(keys[1], (shape.experts,))
 
   def run(logits, bias):
     return route.route(logits, bias, shape.router)[:2]
 
-  def some(found):
+  def some(found, logits, bias):
     return tuple(one[::-3] for one in found), run(logits[::-3], bias)
 
-  return Trial(run, (logits, bias), {}, {}, some)
+  return Trial(draw, run, {}, {}, some)
 
 
 TRIALS = {

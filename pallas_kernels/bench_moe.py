@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels import bench
+from pallas_kernels import bench_rows
 from pallas_kernels import bench_shapes
 from pallas_kernels import dispatch
 from pallas_kernels import grouped_matmul
 from pallas_kernels import route
+from pallas_kernels.bench_rows import Row
+from pallas_kernels.bench_rows import Rows
 
-Row = bench.Row
 EXPANDED = 5e9  # numbers of rows times experts that XLA may be asked to hold
 
 
@@ -34,57 +36,75 @@ class Arrays(NamedTuple):
   down: jax.Array  # [E, F, D]
 
 
-def layer(shape: bench_shapes.Layer) -> Iterator[Row]:
+def layer(shape: bench_shapes.Layer) -> Rows:
   """Ours against XLA's and PyTorch's, on the same arrays."""
   if dispatch.platform() == 'cpu':
     small = dataclasses.replace(shape.router, k=2)
     shape = dataclasses.replace(
       shape, width=64, hidden=64, experts=8, router=small
     )
-  drawn = _draw(shape)
   ours = functools.partial(_by_kernels, router=shape.router)
-  found, experts, gates = jax.jit(ours)(*drawn)
-  some = jnp.asarray([0, shape.rows - 1])
-  want = jax.jit(_exact)(drawn, experts[some], gates[some], some)
-  active = int((jnp.bincount(experts.reshape(-1), length=64**2) > 0).sum())
+  some = np.asarray([0, shape.rows - 1])
+  few = np.arange(shape.rows)[::-3]
+
+  def differing(drawn, found):
+    """Of fewer rows, the other way round."""
+    less = drawn._replace(x=drawn.x[few], logits=drawn.logits[few])
+    return bench_rows.differing(ours(*less)[0], found[few])
+
+  def error(drawn, found, experts, gates):
+    want = _exact(drawn, experts[some], gates[some], some)
+    return bench_rows.relative(found[some], want)
+
+  drawn = jax.eval_shape(functools.partial(_draw, shape), bench_rows.SEED)
+  results = jax.eval_shape(ours, *drawn)
+  programs = {
+    'draw': (functools.partial(_draw, shape), bench_rows.SEED),
+    'ours': (ours, *drawn),
+    'error': (error, drawn, *results),
+    'differing': (differing, drawn, results[0]),
+  }
+  ready = bench_rows.ahead(programs, {'draw', 'error'})
+  yield None
+  yield from _rows(shape, ready, bench_rows.draw(ready['draw']))
+
+
+def _rows(shape: bench_shapes.Layer, ready, drawn: Arrays) -> Iterator[Row]:
+  found, experts, gates = ready['ours'](*drawn)
+  used = np.bincount(np.asarray(experts).reshape(-1))
+  active = int((used > 0).sum())
   size = dict(
     flops=shape.flops, bytes=2 * 3 * active * shape.width * shape.hidden
   )
-  few = jnp.arange(shape.rows)[::-3]
-  other, _, _ = jax.jit(ours)(
-    drawn.x[few], drawn.logits[few], *drawn[2:]
-  )  # fewer rows, the other way round
-  differing = None  # XLA's, on a CPU
-  if dispatch.platform() != 'cpu':
-    differing = int(jnp.sum(other != found[few]))
-  row = Row(
-    'moe layer',
-    shape.name,
-    'ours',
-    error=bench.relative(found[some], want),
-    differing=differing,
-    **size,
-  )
-  yield bench._timed(row, lambda *a: ours(*a)[0], *drawn)
-  row = Row('moe layer', shape.name, 'xla', **size)
+  row = Row('moe layer', shape.name, 'ours', **size)
+  checks = dict(error=lambda: ready['error'](drawn, found, experts, gates))
+  if dispatch.platform() != 'cpu':  # there it is XLA's
+    checks['differing'] = lambda: ready['differing'](drawn, found)
+  own = bench_rows.checked(row, **checks)
+  yield bench_rows.timed(own, ready['ours'], *drawn)
+  row = dataclasses.replace(row, who='xla')
   expanded = shape.rows * shape.router.k * shape.experts * shape.width
   if expanded < EXPANDED or dispatch.platform() != 'gpu':
     theirs = functools.partial(_by_xla, router=shape.router)
-    yield bench._timed(row, theirs, *drawn)
+    yield bench_rows.timed(row, theirs, *drawn)
   else:
     note = f'it would hold {2 * expanded / 2**30:.0f} GiB of rows'
     yield dataclasses.replace(row, note=note)
-  torch = bench._torch()
+  torch = bench_rows.torch()
   if torch is not None:
     row = dataclasses.replace(row, who='torch')
-    call = functools.partial(_by_torch, torch, shape.router, *_shared(drawn))
-    yield bench._torch_timed(row, torch, call)
+    shared = _shared(drawn, torch)
+    call = functools.partial(_by_torch, torch, shape.router, *shared)
+    yield bench_rows.torch_timed(row, torch, call)
 
 
-def _draw(shape: bench_shapes.Layer) -> Arrays:
-  keys = jax.random.split(jax.random.key(1), 5)
+def _draw(shape: bench_shapes.Layer, seed: Any) -> Arrays:
+  keys = bench_rows.keys(seed, 5)
   e, d, f = shape.experts, shape.width, shape.hidden
-  draw = lambda i, *size: jax.random.normal(keys[i], size, jnp.bfloat16)  # noqa: E731
+
+  def draw(i, *size):
+    return bench_rows.normal(keys[i], *size)
+
   bias = 0.01 * jax.random.normal(keys[4], (e,))
   return Arrays(
     draw(0, shape.rows, d),
@@ -126,9 +146,8 @@ def _by_xla(x, logits, bias, gate_up, down, router):
   return _combine(jax.lax.ragged_dot(hidden, down, sizes), places, gates)
 
 
-def _shared(drawn: Arrays) -> list[Any]:
+def _shared(drawn: Arrays, torch: Any) -> list[Any]:
   """The arrays as PyTorch sees them; gate and up side by side."""
-  torch = bench._torch()
   e, d, _, f = drawn.gate_up.shape
   arrays = drawn._replace(gate_up=drawn.gate_up.reshape(e, d, 2 * f))
   return [None if a is None else torch.from_dlpack(a) for a in arrays]

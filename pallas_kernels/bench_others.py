@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+import dataclasses
 import functools
 import importlib
 import importlib.util
 from typing import Any
 
-from pallas_kernels import bench
+from pallas_kernels import bench_rows
 from pallas_kernels import dispatch
+
+UNTUNED = 'as it comes, not tuned here'
 
 
 @functools.cache
@@ -26,22 +29,33 @@ def tokamax() -> Any | None:
     return None
 
 
-def grouped(row: bench.Row, x, w, group_sizes) -> Iterator[bench.Row]:
+def grouped(row: bench_rows.Row, x, w, group_sizes) -> Iterator[bench_rows.Row]:
   """Its grouped product, x [M, K] and w [E, K, N]."""
   library = tokamax()
   if library is not None:
     run = functools.partial(library.ragged_dot, implementation='mosaic')
-    yield bench._timed(row, run, x, w, group_sizes)
+    row = dataclasses.replace(row, note=UNTUNED)
+    yield bench_rows.timed(row, run, x, w, group_sizes)
 
 
-def attention(row: bench.Row, q, k, v, scale: float) -> Iterator[bench.Row]:
+def attention(
+  row: bench_rows.Row, q, k, v, scale: float
+) -> Iterator[bench_rows.Row]:
   """Its causal attention, [B, T, H, K]."""
+  run = attention_of(scale)
+  if run is not None and v is not None:
+    row = dataclasses.replace(row, note=UNTUNED)
+    yield bench_rows.timed(row, run, q, k, v)
+
+
+def attention_of(scale: float) -> Callable[..., Any] | None:
+  """Of q, k and v, causal; None where the library is not there."""
   library = tokamax()
-  if library is not None and v is not None:
-    run = functools.partial(
-      library.dot_product_attention,
-      scale=scale,
-      is_causal=True,
-      implementation='mosaic',
-    )
-    yield bench._timed(row, run, q, k, v)
+  if library is None:
+    return None
+  return functools.partial(
+    library.dot_product_attention,
+    scale=scale,
+    is_causal=True,
+    implementation='mosaic',
+  )

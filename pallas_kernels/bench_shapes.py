@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from pallas_kernels.attention import shapes as attention_shapes
 from pallas_kernels.grouped_matmul import shapes as grouped_shapes
 from pallas_kernels.matmul import shapes as matmul_shapes
@@ -13,6 +15,57 @@ from pallas_kernels.paged_attention import shapes as paged_shapes
 from pallas_kernels.route import shapes as route_shapes
 from pallas_kernels.route.reference import Router
 from pallas_kernels.token_logprob import shapes as logprob_shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+  """A shape of attention, each row of the batch cut into segments.
+
+  Segments are uneven and start at multiples of the block.
+  """
+
+  shape: attention_shapes.Shape
+  segments: int = 1
+
+  @property
+  def name(self) -> str:
+    if self.segments == 1:
+      return self.shape.name
+    return f'{self.shape.name}/{self.segments}'
+
+  def ends(self) -> np.ndarray:
+    """int [segments]: token after the last one of each."""
+    blocks = -(-self.shape.tokens // self.shape.block)
+    count = min(self.segments, blocks)
+    share = np.random.default_rng(0).dirichlet(np.full(count, 3.0))
+    sizes = 1 + np.floor(share * (blocks - count)).astype(int)
+    sizes[-1] += blocks - sizes.sum()
+    return np.minimum(np.cumsum(sizes) * self.shape.block, self.shape.tokens)
+
+  def segment_ids(self) -> np.ndarray:
+    """int32 [T], from 1."""
+    sizes = np.diff(self.ends(), prepend=0)
+    return np.repeat(np.arange(1, len(sizes) + 1, dtype=np.int32), sizes)
+
+  def starts(self) -> np.ndarray:
+    """int32 [T]: the first token of the segment of each."""
+    ends = self.ends()
+    sizes = np.diff(ends, prepend=0)
+    return np.repeat((ends - sizes).astype(np.int32), sizes)
+
+  @property
+  def flops(self) -> int:
+    """Of a forward pass: of each segment, as `attention.shapes` counts."""
+    own = self.shape
+    pairs = int((np.diff(self.ends(), prepend=0) ** 2).sum()) // 2
+    return 2 * own.rows * pairs * own.heads * (own.key + own.width)
+
+
+# Training packs many trajectories into a row.
+ATTENTION = (
+  *(Attention(shape) for shape in attention_shapes.TRAINING),
+  Attention(attention_shapes.TRAINING[1], 12),
+)
 
 
 @dataclasses.dataclass(frozen=True)

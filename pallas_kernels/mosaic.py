@@ -43,12 +43,17 @@ def cores() -> int:
   return getattr(jax.devices()[0], 'core_count', None) or CORES
 
 
-def interpreter() -> Any:
-  """Parameters that make a kernel run on CPU, or ValueError.
+def interprets() -> bool:
+  """Whether kernels run on CPU: since jax 0.11.
 
   jax 0.10 has an interpreter too, but not one that runs these kernels.
   """
-  if not hasattr(plgpu, 'InterpretGPUParams'):
+  return hasattr(plgpu, 'InterpretGPUParams')
+
+
+def interpreter() -> Any:
+  """Parameters that make a kernel run on CPU, or ValueError."""
+  if not interprets():
     raise ValueError(
       f'jax {jax.__version__} cannot interpret Mosaic GPU kernels; use 0.11 or'
       ' newer, or another implementation'

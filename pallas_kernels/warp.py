@@ -287,6 +287,10 @@ class Ptx:
   def exp(self, a: Value) -> Value:
     return self.emit('ex2.approx.ftz.f32', 'f32', (a * LOG2_E).raw)
 
+  def root(self, a: Value) -> Value:
+    """Square root, rounded as IEEE 754 has it."""
+    return self.emit('sqrt.rn.f32', 'f32', a.raw)
+
   # What the lanes of a warp do together; all of them have to.
 
   def ballot(self, a: Value) -> Value:

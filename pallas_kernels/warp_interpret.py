@@ -164,6 +164,10 @@ class Lanes:
     with np.errstate(all='ignore'):
       return self._value('f32', np.exp2(a.raw * np.float32(warp.LOG2_E)))
 
+  def root(self, a: Value) -> Value:
+    with np.errstate(all='ignore'):
+      return self._value('f32', np.sqrt(a.raw))
+
   # What the lanes of a warp do together.
 
   def _together(self) -> None:

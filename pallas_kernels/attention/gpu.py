@@ -1,7 +1,7 @@
 """Mosaic GPU: packed attention through the kernel that paged attention has too.
 
 Lists of work are made here, what a block of threads does with them is in
-`gpu_kernel`, and gradients are in `gpu_gradients`.
+`gpu_kernel`, and gradients are in `gpu_gradients` and `gpu_absorbed`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
 from pallas_kernels import mosaic
+from pallas_kernels.attention import gpu_absorbed
 from pallas_kernels.attention import gpu_gradients
 from pallas_kernels.attention import gpu_kernel
 from pallas_kernels.attention import gpu_tiles
-from pallas_kernels.attention import reference
 from pallas_kernels.attention import work as work_lib
 
 LANE = 64  # 16-bit words of a line of the 128-byte swizzle
@@ -122,16 +121,17 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
   """Gradients to q, k and v; the arguments are those of `reference.backward`.
 
-  The absorbed form has no kernel: the sums of a pair of tiles do not fit into
-  the registers. It runs through XLA in larger blocks, and a warning says so.
+  The absorbed form has kernels of its own: see `gpu_absorbed`.
   """
-  rows = q, k, v, starts, ends, log, dots, dout
+  del (
+    block,
+    width,
+  )  # The sums do not depend on the one, and shapes say the other.
+  rows = starts, ends, log, dots, dout
+  more = dict(scale=scale, interpret=interpret)
   if v is None:
-    reason = 'no kernel for gradients where values are part of the keys'
-    dispatch.warn('attention gradient', 'gpu', reason)
-    block = next(n for n in (512, 256, 128, 64) if q.shape[0] % n == 0)
-    return reference.backward(*rows, block=block, width=width, scale=scale)
-  return gpu_gradients.backward(*rows, scale=scale, interpret=interpret)
+    return *gpu_absorbed.backward(q, k, *rows, **more), None
+  return gpu_gradients.backward(q, k, v, *rows, **more)
 
 
 def plan(

@@ -37,7 +37,8 @@ class Tiles:
   """How the work is cut.
 
   Attributes:
-    block: rows of a block that is walked over.
+    block: rows of a block that is walked over. Of 32 where sums leave few
+      registers: products over them need lines of 64 bytes in shared memory.
     stages: such blocks in shared memory.
     consumers: warpgroups that compute, of 64 rows each of what stays.
   """
@@ -47,9 +48,9 @@ class Tiles:
   consumers: int = 2
 
   def __post_init__(self):
-    if self.block not in (64, 128) or self.stages < 2:
+    if self.block not in (32, 64, 128) or self.stages < 2:
       raise ValueError(
-        f'block={self.block}, stages={self.stages}; a block has 64 or 128'
+        f'block={self.block}, stages={self.stages}; a block has 32, 64 or 128'
         ' rows, and there are at least 2 stages'
       )
 
@@ -132,6 +133,22 @@ def backward(
   return dq, dk, dv
 
 
+def tiled(shape, dtype, block: int):
+  """Shared memory of 16-bit numbers for products over `block` rows.
+
+  A product is over a multiple of a line's numbers; lines are 128 bytes at most.
+  """
+  line = min(block, 64)
+  return plgpu.SMEM(
+    tuple(shape),
+    dtype,
+    transforms=(
+      plgpu.TilingTransform((8, line)),
+      plgpu.SwizzleTransform(2 * line),
+    ),
+  )
+
+
 def _launch(body, work: Work, items, arrays, out, rows_of_logs: int):
   t, dtype = work.tiles, arrays[2].dtype
   stay = [(t.consumers, ROWS, n) for n in (work.key, work.width)]
@@ -142,7 +159,7 @@ def _launch(body, work: Work, items, arrays, out, rows_of_logs: int):
   logs = [mosaic.linear((t.stages, rows_of_logs), jnp.float32)] * 2
   pairs = 2 + (2 if rows_of_logs else 0)
   scratch = [
-    tuple(mosaic.tiled(shape, dtype) for shape in stay + walk),
+    tuple(tiled(shape, dtype, t.block) for shape in stay + walk),
     tuple(logs) if rows_of_logs else (),
     (
       plgpu.Barrier(num_arrivals=2 * t.consumers),
@@ -378,29 +395,35 @@ def _key_item(r: _Refs, own, cut, step, work: Work):
   down = lambda x: lax.broadcast_in_dim(x, shape, [1])  # noqa: E731
 
   def item(dk_sums, dv_sums):
-    def pair(j, carry, masked):
+    def pair(j, carry):
       step, *totals = carry
       stage = _stage(step, work)
       q, dout = r.buffers[2].at[stage], r.buffers[3].at[stage]
       plgpu.barrier_wait(r.walk[0].at[stage])
-      log, dots = (down(mosaic.load(x.at[stage], by_column)) for x in r.rows)
+
+      def mask(scores):
+        place = own + plgpu.broadcasted_iota(
+          jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA
+        )
+        rows = _rows(j * work.tiles.block, work.tiles.block)
+        low, high = (
+          down(mosaic.load(x.at[rows], by_column)) for x in (r.starts, r.ends)
+        )
+        return jnp.where((place >= low) & (place <= high), scores, -jnp.inf)
 
       def products(s, dp):
         plgpu.wgmma(s, r.buffers[0].at[wg], q.transpose((1, 0)))
         plgpu.wgmma(dp, r.buffers[1].at[wg], dout.transpose((1, 0)))
         scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
-        if masked:
-          place = own + plgpu.broadcasted_iota(
-            jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA
-          )
-          rows = _rows(j * work.tiles.block, work.tiles.block)
-          low, high = (
-            down(mosaic.load(x.at[rows], by_column)) for x in (r.starts, r.ends)
-          )
-          scores = jnp.where((place >= low) & (place <= high), scores, -jnp.inf)
+        edge = (j < middle) | (j >= after)
+        scores = lax.cond(edge, mask, lambda scores: scores, scores)
+        # Each is loaded where it is used: there is no register to spare.
+        log = down(mosaic.load(r.rows[0].at[stage], by_column))
         p = jnp.exp2(scores * (work.scale * LOG2E) - log)
         small = p.astype(r.q.dtype)
-        return small, (p * (dp[...] - dots) * work.scale).astype(r.q.dtype)
+        dp = dp[...]
+        dots = down(mosaic.load(r.rows[1].at[stage], by_column))
+        return small, (p * (dp - dots) * work.scale).astype(r.q.dtype)
 
       acc = plgpu.ACC(shape, jnp.float32)
       p, ds = pl.run_scoped(products, acc, acc)
@@ -417,15 +440,7 @@ def _key_item(r: _Refs, own, cut, step, work: Work):
       return step + 1, *totals
 
     def head(_, carry):
-      for low, high, masked in (
-        (first, middle, True),
-        (middle, after, False),
-        (after, end, True),
-      ):
-        carry = lax.fori_loop(
-          low, high, mosaic.partial(pair, masked=masked), carry
-        )
-      return carry
+      return lax.fori_loop(first, end, pair, carry)
 
     totals = ()
     if work.interpret:

@@ -383,7 +383,7 @@ def _merge_splits(r: _Refs, part, cut, splits, finish, work: Work):
     pl.when(last)(lambda: finish((out, top, total)))
     return top, total
 
-  lax.fori_loop(0, splits, one, _start(work.columns)[1:])
+  lax.fori_loop(0, splits, one, start(work.columns)[1:])
 
 
 def _turn(r: _Refs):
@@ -395,7 +395,7 @@ def across(row: jax.Array, shape: tuple[int, int]) -> jax.Array:
   return lax.broadcast_in_dim(row, shape, [0])
 
 
-def _start(columns: int):
+def start(columns: int):
   """Output, maximum and sum before the first block."""
   full = lambda shape, value: jnp.full(shape, value, jnp.float32)  # noqa: E731
   by_row = plgpu.Layout.WGMMA.reduce(1)
@@ -417,7 +417,7 @@ def _scores(r: _Refs, s, slot, stage, work: Work) -> None:
     plgpu.wgmma(s, r.buffers[2].at[slot, unit], right)
 
 
-def _softmax(s, top, total, j, sees, work: Work):
+def softmax(s, top, total, j, sees, work: Work):
   """Weights of a block, maximum and sum with it, and what to scale by."""
   shape = ROWS, work.block
   if sees is not None:
@@ -455,7 +455,7 @@ def _plain(r: _Refs, step, slot, cut, sees, turns, work: Work):
     s = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32))
     if not work.shared:
       plgpu.barrier_arrive(r.keys[1].at[stage])
-    p, top, total, decay = _softmax(s, top, total, j, sees(masked), work)
+    p, top, total, decay = softmax(s, top, total, j, sees(masked), work)
     out = out * across(decay, out.shape)
     small = p.astype(r.q.dtype)
     if turns:
@@ -474,7 +474,7 @@ def _plain(r: _Refs, step, slot, cut, sees, turns, work: Work):
     plgpu.barrier_arrive(done[1].at[stage])
     return out, top, total
 
-  carry = _start(work.columns)
+  carry = start(work.columns)
   carry = lax.fori_loop(
     first, middle, mosaic.partial(merge, masked=False), carry
   )
@@ -515,7 +515,7 @@ def _overlapped(r: _Refs, step, slot, cut, sees, turns, work: Work):
       if behind and work.interpret:
         out = values(out, small, j - 1)
       plgpu.barrier_arrive(r.keys[1].at[stage])
-      p, top, total, decay = _softmax(s, top, total, j, sees(masked), work)
+      p, top, total, decay = softmax(s, top, total, j, sees(masked), work)
       if behind:
         if work.interpret:
           out = out * across(decay, out.shape)
@@ -530,10 +530,10 @@ def _overlapped(r: _Refs, step, slot, cut, sees, turns, work: Work):
         _turn(r)
       return out, top, total, small
 
-    start = _start(work.columns)
-    out = start[0] if work.interpret else ()
+    begin = start(work.columns)
+    out = begin[0] if work.interpret else ()
     small = plgpu.layout_cast(jnp.zeros(shape, r.q.dtype), plgpu.Layout.WGMMA)
-    carry = merge(first, (out, *start[1:], small), True, behind=False)
+    carry = merge(first, (out, *begin[1:], small), True, behind=False)
     carry = lax.fori_loop(
       first + 1, middle, mosaic.partial(merge, masked=False), carry
     )

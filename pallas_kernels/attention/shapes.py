@@ -36,4 +36,5 @@ TRAINING = (
   Shape('smollm2-4x4k', 4, 4096, 9, 3, 64, 64, 128),
   Shape('kimi-8k', 1, 8192, 64, 64, 192, 128, 128),
   Shape('kimi-absorbed-4k', 1, 4096, 64, 1, 576, 512, 64, shared=True),
+  Shape('kimi-absorbed-8k', 1, 8192, 16, 1, 576, 512, 64, shared=True),
 )

@@ -23,6 +23,7 @@ from pallas_kernels.grouped_matmul import reference
 
 NAME = 'grouped_matmul'
 MANY = 256  # rows a group from which reading w no longer bounds the time
+SCARCE = 2  # rows a group up to which tiles are mostly of nobody's rows
 
 
 def grouped_matmul(
@@ -201,13 +202,19 @@ def _choose(x, w, transpose, gated, implementation) -> str:
 def _tuned(
   pass_: str, m: int, k: int, n: int, groups: int, gated: bool = False
 ):
-  """Tiles of the tunings, by the pass, many or few rows a group, K and N."""
+  """Tiles of the tunings, by the pass, rows a group, K and N.
+
+  Rows a group are many, or few; of few a tuning may set scarce ones apart.
+  """
   from pallas_kernels import mosaic
   from pallas_kernels.grouped_matmul import gpu
 
   table = dispatch.tuning(NAME)
   amount = 'many' if m >= MANY * groups else 'few'
-  for key in (f'{pass_} {amount} {k} {n}', f'{pass_} {amount}'):
+  keys = [f'{pass_} {amount} {k} {n}', f'{pass_} {amount}']
+  if m <= SCARCE * groups:
+    keys.insert(0, f'{pass_} scarce {k} {n}')
+  for key in keys:
     if key in table:
       return gpu.Tiles(**table[key])
   tiles = gpu.Tiles()

@@ -225,11 +225,15 @@ def multiply_tiles(
   t = work.tiles
   before, wide = part or (0, -(-work.n // work.width))
   sm, wg = lax.axis_index('sm'), lax.axis_index('wg')
-  trips = mosaic.cdiv(jnp.maximum(count[0] * wide - sm, 0), work.sms)
+  trips = mosaic.cdiv(
+    jnp.maximum(groups.count_of(count) * wide - sm, 0), work.sms
+  )
 
   def tile(trip):
     """Group, rows and first column of this block's tile number `trip`."""
-    number, column = order(trip * work.sms + sm, count[0], wide, t.panel)
+    number, column = order(
+      trip * work.sms + sm, groups.count_of(count), wide, t.panel
+    )
     column = before + column * work.width
     return [table[number, i] for i in range(4)], column
 

@@ -47,7 +47,8 @@ def row_tiles(
   Returns:
     int32 [T, 4]: group, first row of the tile, first row and end of its group.
     Tiles from the count on repeat the last group.
-    int32 [1]: the count of tiles.
+    int32 [E], whose last is the count of tiles: `count_of` it in a kernel. To cut
+    it out would be another launch on a GPU.
   """
   starts, ends = bounds(group_sizes)
   groups = starts.shape[0]
@@ -61,4 +62,9 @@ def row_tiles(
   group = jnp.minimum(group, groups - 1)
   first = base[group] + (number - (last - tiles)[group]) * tile
   table = jnp.stack([group, first, starts[group], ends[group]], axis=1)
-  return table, last[-1:]
+  return table, last
+
+
+def count_of(tiles):
+  """The count of tiles, of the second result of `row_tiles` in memory."""
+  return tiles[tiles.shape[0] - 1]

@@ -41,7 +41,7 @@ def _block(size: int, most: int) -> int:
 # the default device, which is none when compiling without a TPU.
 def _visit(t, table, count):
   """Row of the table for the t-th visit; the last one from the count on."""
-  return jnp.minimum(t, count[0] - 1)
+  return jnp.minimum(t, groups.count_of(count) - 1)
 
 
 def _mask(table, visit, rows: int):
@@ -86,7 +86,7 @@ def grouped_matmul(
       x[...], w[...], dims, preferred_element_type=jnp.float32
     )
 
-    @pl.when((i == steps - 1) & (t < count[0]))
+    @pl.when((i == steps - 1) & (t < groups.count_of(count)))
     def _():
       own = _mask(table, t, rows)
       y[...] = jnp.where(own, total[...].astype(y.dtype), y[...])
@@ -162,7 +162,7 @@ def weight_gradient(
     def _():
       total[...] = jnp.zeros_like(total)
 
-    @pl.when(t < count[0])
+    @pl.when(t < groups.count_of(count))
     def _():
       own = _mask(table, t, rows)
       # Both: past the end of the rows there may be anything, also NaN.

@@ -106,7 +106,7 @@ def grouped_matmul(
     for half, w in zip(halves, unpack(codes[...], scale[...]), strict=True):
       total[...] += jnp.dot(half[...], w, preferred_element_type=jnp.float32)
 
-    @pl.when((i == steps - 1) & (t < count[0]))
+    @pl.when((i == steps - 1) & (t < groups.count_of(count)))
     def _():
       own = tpu._mask(table, t, ROWS)
       y[...] = jnp.where(own, total[...], y[...])

@@ -9,6 +9,9 @@ a chunk of a prefill, or guesses that are checked at once.
 Blocks are merged by the very code of `attention` with `block` = S, so a row's
 bits are those that training computes for it, and depend neither on the pages
 used, nor on how a prefill is cut, nor on the other sequences.
+
+`decode` is a step of decoding: it writes the newest key and value of each sequence
+first, into the pages that it gives back.
 """
 
 from __future__ import annotations
@@ -84,6 +87,76 @@ def paged_attention(
   if chosen.startswith('tpu'):
     return tpu.forward(*arguments, **sizes)
   return gpu.forward(*arguments, **sizes, split=split)
+
+
+def decode(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array | None,
+  k_pages: jax.Array,
+  v_pages: jax.Array | None,
+  table: jax.Array,
+  positions: jax.Array,
+  *,
+  scale: float,
+  width: int = 0,
+  split: int | None = 0,
+  fused: bool | None = None,
+  implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+  """Writes the newest token of each sequence, and attends with its queries.
+
+  Args:
+    q: [N, H, K], of a sequence each: no other row of it is in this step.
+    k: [N, G, K]; v: [N, G, W], or None where values are part of the keys.
+    k_pages, v_pages, table: see `paged_attention`. No two sequences have the page
+      in common that is written to.
+    positions: int32 [N], of the newest token; negative: there is none. Nothing
+      is written then, and 0 comes out.
+    scale, width, split, implementation: see `paged_attention`.
+    fused: whether one kernel writes and attends, where there is one that can; it
+      changes no bit. None: where the tunings of the device say that it is faster.
+
+  Returns:
+    (out [N, H, W], k_pages, v_pages), the pages with what was written.
+
+  Raises:
+    ValueError: as `paged_attention`.
+  """
+  width = width if v_pages is None else v_pages.shape[-1]
+  if fused is None:
+    fused = dispatch.tuning(NAME).get('decode', {}).get('fused', False)
+  if fused and q.size:
+    chosen = _choose(q[:, None], k_pages, v_pages, width, implementation)
+    if chosen.startswith('gpu'):
+      from pallas_kernels.paged_attention import gpu_decode
+
+      _check(
+        *(q[:, None], k_pages, v_pages, table, positions[:, None]), scale, width
+      )
+      if gpu_decode.takes(q, k_pages, v_pages, table, split):
+        return gpu_decode.forward(
+          *(q, k, v, k_pages, v_pages, table, positions),
+          scale=float(scale),
+          interpret=chosen.endswith('interpret'),
+        )
+  block = k_pages.shape[1]
+  at = jnp.maximum(positions, 0)
+  page = jnp.take_along_axis(table, at[:, None] // block, axis=1)[:, 0]
+  # Beyond the last page: dropped. On a GPU hundreds of rows at one address wait
+  # for each other, longer than all else in the step takes.
+  page = jnp.where(positions < 0, len(k_pages), page)
+  k_pages = k_pages.at[page, at % block].set(k, unique_indices=True)
+  if v is not None:
+    v_pages = v_pages.at[page, at % block].set(v, unique_indices=True)
+  out = paged_attention(
+    *(q[:, None], k_pages, v_pages, table, positions[:, None]),
+    scale=scale,
+    width=width if v is None else 0,
+    split=split,
+    implementation=implementation,
+  )
+  return out[:, 0], k_pages, v_pages
 
 
 def _check(q, k_pages, v_pages, table, positions, scale, width) -> None:

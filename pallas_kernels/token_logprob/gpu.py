@@ -19,16 +19,20 @@ has read, is a guess.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels import dispatch
 from pallas_kernels import mosaic
 from pallas_kernels.grouped_matmul import gpu as matmul
 from pallas_kernels.grouped_matmul import groups
 
+NAME = 'token_logprob'  # in the tunings
 BLOCK = 256
 TILES = matmul.Tiles(columns=BLOCK, panel=16)
 # Of long rows, what all blocks read at a time must still fit into the L2 cache.
@@ -64,7 +68,7 @@ def statistics(
     tokens: int32 [T].
     temperatures: float32 [T].
     words: uint32 [T, ceil(V / 32)], of `reference.kept_words`; None: all.
-    tiles: columns must be BLOCK; default by D.
+    tiles: columns must be BLOCK; default by D, or as tuned.
     waves: of tiles in a launch, about; no bit depends on it.
     interpret: run on CPU.
 
@@ -73,7 +77,7 @@ def statistics(
   """
   t, d = hidden.shape
   v = unembed.shape[1]
-  tiles = tiles or (DEEP_TILES if d > DEEP else TILES)
+  tiles = tiles or _tuned(d)
   if tiles.columns != BLOCK or tiles.rows != 64:
     raise ValueError(f'{tiles}: columns must be {BLOCK} and rows 64')
   high = -(-t // LANES) * LANES
@@ -123,6 +127,13 @@ def statistics(
     interpret=interpret,
   )(parts)
   return tuple(out[:, :t])
+
+
+def _tuned(depth: int) -> matmul.Tiles:
+  """Tiles for rows of so many numbers; no bit depends on them."""
+  tiles = DEEP_TILES if depth > DEEP else TILES
+  change = dispatch.tuning(NAME).get(f'depth {depth}', {})
+  return dataclasses.replace(tiles, **change)
 
 
 def columns_of_launch(row_tiles: int, sms: int, waves: int) -> int:

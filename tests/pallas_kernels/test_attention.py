@@ -15,6 +15,7 @@ from pallas_kernels import attention as ops
 from pallas_kernels import mosaic
 from pallas_kernels import paged_attention
 from pallas_kernels.attention import gpu
+from pallas_kernels.attention import gpu_absorbed
 from pallas_kernels.attention import gpu_gradients
 from pallas_kernels.attention import reference
 from pallas_kernels.attention import shapes
@@ -111,6 +112,29 @@ def test_values_and_gradients(name, heads):
     assert found[array].dtype == jnp.bfloat16
     close(found[array], wants[array], 6e-3)
     assert not np.asarray(found[array], np.float32)[0, 112:].any()
+
+
+@needs_interpreter
+def test_gradients_of_absorbed():
+  """Rows of heads that fill no block of 32, in parts; segments, and padding."""
+  t, heads, sizes = 128, 3, dict(scale=0.05, width=512, block=64)
+  q, k, _ = (x if x is None else x[0] for x in draw(t, (heads, *ABSORBED[1:])))
+  starts, ends = ops.bounds(segments(t, 75, 30, align=8))
+  dout = draw(t, (heads, 1, 512, 512), 1)[0][0]
+
+  @jax.jit
+  def both(q, k, dout):
+    out, log = reference.forward(q, k, None, starts, ends, **sizes)
+    dots = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    rows = starts, ends, log, dots, dout
+    wants = reference.backward(q, k, None, *rows, **sizes)
+    more = dict(scale=0.05, parts=3, interpret=True)
+    return gpu_absorbed.backward(q, k, *rows, **more), wants[:2]
+
+  for got, want in zip(*both(q, k, dout), strict=True):
+    assert got.dtype == jnp.bfloat16
+    close(got, want, 3e-4)
+    assert not np.asarray(got, np.float32)[110:].any()
 
 
 def test_float32_and_a_batch():
@@ -261,6 +285,36 @@ def test_items_cover_what_is_seen(lengths, align):
 
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=8)
 @hypothesis.given(
+  lengths=st.lists(st.integers(1, 75), min_size=1, max_size=3),
+  heads=st.sampled_from([1, 3]),
+)
+def test_items_of_absorbed_gradients(lengths, heads):
+  """Rows are heads of tokens; every pair that is seen is in one item."""
+  t, parts, block = 256, 3, gpu_absorbed.BLOCK
+  starts, ends = ops.bounds(segments(t, *lengths, align=8))
+  low, high = (np.repeat(np.asarray(x), heads) for x in (starts, ends))
+  place = np.arange(t)[None]
+  seen = (place >= low[:, None]) & (place <= high[:, None])
+  counts = np.zeros(seen.shape, np.int32)
+  for item in np.asarray(gpu_absorbed.row_items(low, high)):
+    own = slice(item[0], item[0] + 64)
+    first, end, whole, after = item[2:] * block
+    counts[own, first:end] += 1
+    assert first <= whole <= after <= end
+    assert seen[own, whole:after].all()
+  assert (counts[seen] == 1).all() and counts.max() == 1
+  counts[:] = 0
+  for item in np.asarray(gpu_absorbed.key_items(starts, ends, heads, parts)):
+    own = slice(item[0], item[0] + 64)
+    first, end, whole, after = item[2:] * block
+    counts[first:end, own] += 1
+    assert first <= whole <= after <= end
+    assert seen[whole:after, own].all()
+  assert (counts[seen] == 1).all() and counts.max() == 1
+
+
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=8)
+@hypothesis.given(
   lengths=st.lists(st.integers(1, 300), min_size=1, max_size=2),
   rows=st.sampled_from([32, 64]),
 )
@@ -319,8 +373,9 @@ def lowered(shape, tiles=None, gradient=False):
   if gradient:
     row = jax.ShapeDtypeStruct((t, shape.heads), jnp.float32)
     dout = some(t, shape.heads, shape.width)
+    sizes |= dict(block=shape.block, width=shape.width)
     return mosaic.lower(
-      lambda *a: gpu_gradients.backward(*a, **sizes),
+      lambda *a: gpu.backward(*a, **sizes),
       *(q, k, v, bound, bound, row, row, dout),
     )
   sizes |= dict(block=shape.block, width=shape.width, tiles=tiles)
@@ -332,7 +387,7 @@ def lowered(shape, tiles=None, gradient=False):
 @pytest.mark.parametrize('shape', shapes.TRAINING[::2] + shapes.TRAINING[3:4])
 def test_lowers_for_cuda(shape):
   assert 'mosaic_gpu' in lowered(shape)
-  if shape.key > 64 and not shape.shared:
+  if shape.key > 64:
     assert lowered(shape, gradient=True).count('mosaic_gpu') >= 2
 
 
@@ -387,8 +442,8 @@ def test_tiles_that_cannot_be():
     gpu.Tiles(slots=3)
   with pytest.raises(ValueError, match='consumers=3'):
     gpu.Tiles(consumers=3)
-  with pytest.raises(ValueError, match='block=32'):
-    gpu_gradients.Tiles(block=32)
+  with pytest.raises(ValueError, match='block=16'):
+    gpu_gradients.Tiles(block=16)
   q, k, v = draw(64, GROUPED)
   ids = segments(64, 64)
   with pytest.raises(ValueError, match='fewer stages'):
@@ -406,7 +461,6 @@ needs_gpu = pytest.mark.skipif(
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.filterwarnings('ignore:attention gradient runs through XLA')
 @pytest.mark.parametrize(
   'heads', [(8, 2, 128, 128), (6, 2, 64, 64), (4, 4, 192, 128), ABSORBED]
 )
@@ -442,3 +496,31 @@ def test_on_the_device(heads):
     want = out[:, start : start + length]
     found = served('gpu', *own, cut, heads, cut)
     np.testing.assert_array_equal(bits(found), bits(want))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize('shape', [s for s in shapes.TRAINING if s.shared])
+def test_gradients_of_absorbed_on_the_device(shape):
+  """Real sizes: against XLA's products, and the same bits twice."""
+  t, sizes = shape.tokens, dict(scale=shape.key**-0.5, width=shape.width)
+  q, k, _ = (
+    x if x is None else x[0]
+    for x in draw(t, (shape.heads, shape.groups, *ABSORBED[2:]))
+  )
+  dout = draw(t, (shape.heads, 1, shape.width, 64), 1)[0][0]
+  starts, ends = ops.bounds(segments(t, t // 3, 1, 200, t // 2))
+
+  @jax.jit
+  def run(q, k, dout):
+    out, log = gpu.forward(q, k, None, starts, ends, block=64, **sizes)
+    dots = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    rows = q, k, None, starts, ends, log, dots, dout
+    first = gpu.backward(*rows, block=64, **sizes)[:2]
+    return first, reference.backward(*rows, block=512, **sizes)[:2]
+
+  found, wants = run(q, k, dout)
+  for got, want in zip(found, wants, strict=True):
+    close(got, want, 4e-3)
+  for one, two in zip(found, run(q, k, dout)[0], strict=True):
+    np.testing.assert_array_equal(bits(one), bits(two))

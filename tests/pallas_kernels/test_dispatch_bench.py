@@ -7,9 +7,13 @@ import warnings
 import pytest
 
 from pallas_kernels import bench
+from pallas_kernels import bench_processes
+from pallas_kernels import bench_rows
 from pallas_kernels import bench_time
 from pallas_kernels import dispatch
+from pallas_kernels import grouped_matmul
 from pallas_kernels.grouped_matmul import gpu
+from pallas_kernels.token_logprob import gpu as logprob_gpu
 
 
 def test_a_named_one_runs_or_says_why_not():
@@ -35,48 +39,170 @@ def test_none_takes_the_best_and_warns_once_of_a_slow_one(monkeypatch):
     assert dispatch.choose('op', None, gpu='odd size') == 'reference'
 
 
-def test_tunings_are_tiles_that_fit():
+def test_tunings_are_tiles_that_fit(monkeypatch):
   for path in dispatch.TUNINGS.glob('*.json'):
-    for key, values in json.loads(path.read_text())['grouped_matmul'].items():
+    table = json.loads(path.read_text())
+    for key, values in table['grouped_matmul'].items():
       tiles = gpu.Tiles(**values)
       gpu._scratch(gpu.Work(tiles, 7168, 2048, 132), 'bfloat16', 'bfloat16')
       assert key.split()[0] in ('rows', 'weights')
+    monkeypatch.setattr(dispatch, 'device_key', lambda path=path: path.stem)
+    for key in table.get('token_logprob', {}):
+      tiles = logprob_gpu._tuned(int(key.removeprefix('depth ')))
+      assert (tiles.columns, tiles.rows) == (logprob_gpu.BLOCK, 64)
+
+
+def test_tunings_go_by_rows_a_group(monkeypatch):
+  table = {
+    'rows many 128 64': dict(stages=3),
+    'rows few': dict(stages=5),
+    'rows scarce 128 64': dict(stages=6),
+  }
+  monkeypatch.setattr(dispatch, 'tuning', lambda name: table)
+  for rows, stages in ((1024, 3), (1023, 5), (9, 5), (8, 6)):
+    assert grouped_matmul._tuned('rows', rows, 128, 64, 4).stages == stages
+  assert grouped_matmul._tuned('rows', 8, 128, 128, 4).stages == 5
 
 
 def test_bench_on_cpu(tmp_path, capsys):
   path = tmp_path / 'kernels.json'
-  assert bench.run(['matmul', 'norm', 'delta'], path) == 0
-  rows = json.loads(path.read_text())['rows']
-  assert {row['who'] for row in rows} == {'ours', 'xla'}
-  assert all(row['seconds'] > 0 for row in rows)
+  assert bench.run(['norm'], path) == 0
+  table = json.loads(path.read_text())
+  assert {row['who'] for row in table['rows']} == {'ours', 'xla'}
+  assert all(row['seconds'] > 0 for row in table['rows'])
+  assert all(row['took'] > 0 for row in table['rows'])
+  assert 'norm 2' in table['finished']
   printed = capsys.readouterr().out
-  assert 'square-8192' in printed and 'error' in printed
+  assert 'kimi-16k' in printed and 'error' in printed
   with pytest.raises(ValueError, match='no operation'):
     bench.run(['sort'])
+  with pytest.raises(ValueError, match='no such folder'):
+    bench.run(['norm'], tmp_path / 'nowhere' / 'kernels.json')
+
+
+def test_delta_moves_both_arrays_and_says_weights_once():
+  compiled, ours, *_ = bench.rows_of('delta', 0)
+  shape = bench.small(bench.CASES['delta'][1][0])
+  once, changed = 2 * shape.words, int(shape.changed * shape.words)
+  assert compiled is None and ours.differing == 0
+  assert ours.bytes == 2 * once + 6 * changed
+  assert ours.note == f'{once / ours.seconds / 1e12:.2f} TB/s of weights'
+
+
+def toy(monkeypatch, rows, shapes=bench.norm_shapes.TRAINING[:1]):
+  monkeypatch.setattr(bench, 'CASES', {'op': (rows, shapes)})
+
+
+def test_what_is_wrong_with_a_row():
+  row = bench.Row('op', 'shape', 'ours', seconds=1.0)
+  assert bench.fault(row) is None
+  for change, why in (
+    (dict(error=float('nan')), 'relative error nan'),
+    (dict(differing=3), '3 elements differ'),
+    (dict(seconds=None, note='OSError: no'), 'OSError: no'),
+  ):
+    wrong = dataclasses.replace(row, **change)
+    assert bench.fault(wrong) == why
+    assert bench.fault(dataclasses.replace(wrong, who='xla')) is None
+
+  def check():
+    raise OSError('too large')
+
+  unchecked = bench_rows.checked(row, error=check)
+  assert bench.fault(unchecked) == 'not checked, error: OSError: too large'
 
 
 def test_a_wrong_result_fails_the_benchmark(monkeypatch, capsys):
-  wrong = [bench.Row('op', 'shape', 'ours', seconds=1.0, error=0.1)]
-  case = (lambda shape: iter(wrong), bench.norm_shapes.TRAINING[:1])
-  monkeypatch.setattr(bench, 'CASES', {'op': case})
+  wrong = [None, bench.Row('op', 'shape', 'ours', seconds=1.0, error=0.1)]
+  toy(monkeypatch, lambda shape: iter(wrong))
   assert bench.run() == 1
   assert 'wrong: op at shape' in capsys.readouterr().out
 
 
-def test_what_was_measured_stays(monkeypatch, capsys, tmp_path):
+def test_a_shape_that_fails_ends_no_other(monkeypatch, capsys):
   def rows(shape):
+    yield None
+    if shape.depth > 2048 or shape.depth == 128:  # as a CPU cuts it down
+      raise RuntimeError('it is too wide')
     yield bench.Row('op', shape.name, 'ours', seconds=1.0)
-    raise KeyboardInterrupt
 
-  path = tmp_path / 'kernels.json'
-  case = (rows, bench.norm_shapes.TRAINING[:1])
-  monkeypatch.setattr(bench, 'CASES', {'op': case})
+  toy(monkeypatch, rows, bench.norm_shapes.TRAINING[:1])
+  assert bench.run() == 1
+  assert 'wrong: op at kimi-16k, ended: RuntimeError: it is too wide' in (
+    capsys.readouterr().out
+  )
+
+
+def test_what_was_measured_stays_and_is_gone_on_with(
+  monkeypatch, capsys, tmp_path
+):
+  path, stop = tmp_path / 'kernels.json', [True]
+
+  def rows(shape):
+    yield None
+    yield bench.Row('op', shape.name, 'ours', seconds=1.0)
+    if stop[0] and shape.name.startswith('qwen3'):
+      raise KeyboardInterrupt
+    yield bench.Row('op', shape.name, 'xla', seconds=2.0)
+
+  toy(monkeypatch, rows, bench.norm_shapes.TRAINING)
   with pytest.raises(KeyboardInterrupt):
     bench.run(None, path)
-  assert [row['who'] for row in json.loads(path.read_text())['rows']] == [
-    'ours'
+  first = json.loads(path.read_text())
+  assert [row['who'] for row in first['rows']] == ['ours', 'xla', 'ours']
+  assert first['finished'] == ['op 0']
+  stop[0] = False
+  assert bench.run(None, path, resume=True) == 0
+  second = json.loads(path.read_text())
+  assert [row['case'] for row in second['rows']] == [
+    f'op {i}' for i in (0, 0, 1, 1, 2, 2)
   ]
-  assert 'op' in capsys.readouterr().out
+  for name in bench.LIMITS:  # of one table
+    assert first[name] == second[name]
+  path.write_text(json.dumps(second | {'device': 'an abacus'}))
+  with pytest.raises(ValueError, match="device='an abacus'"):
+    bench.run(None, path, resume=True)
+  with pytest.raises(ValueError, match='give json_path'):
+    bench.run(None, resume=True)
+
+
+def test_both_shares_are_printed():
+  row = bench.Row('op', 'a', 'ours', seconds=1e-3, flops=10**12, bytes=10**9)
+  limits = dict(copy_bytes_per_s=2e12, matmul_flops_per_s=4e15)
+  half = dataclasses.replace(row, who='xla', seconds=2e-3)
+  assert bench.describe(row, [row], limits).split()[3:] == (
+    '1.000 1000.0 1.00 0.25 0.50'.split()
+  )
+  assert bench.describe(half, [row, half], limits).split()[-1] == '2.00'
+
+
+def test_processes_take_turns(monkeypatch, tmp_path, capsys):
+  """One measures the ceilings, one three shapes; one knows no fourth shape."""
+  path, (function, shapes) = tmp_path / 'kernels.json', bench.CASES['norm']
+  monkeypatch.setattr(bench, 'CASES', {'norm': (function, shapes + shapes[:1])})
+  monkeypatch.setattr(bench_processes, 'TOGETHER', {'norm': 3})
+  assert bench.run(None, path, apart=True) == 1
+  table = json.loads(path.read_text())
+  assert table['finished'] == ['norm 0', 'norm 1', 'norm 2']
+  assert set(bench.LIMITS) < set(table)
+  *rows, ended = table['rows']
+  assert [row['who'] for row in rows] == 3 * ['ours', 'xla']
+  assert all(row['seconds'] > 0 for row in rows)
+  why = 'its process ended: code 1, IndexError: tuple index out of range'
+  assert ended['note'] == f'ended: {why}'
+  assert why in capsys.readouterr().out
+
+
+def test_processes_are_given_few_shapes_each():
+  wanted = [('norm', i) for i in range(3)] + [
+    ('attention', i) for i in range(5)
+  ]
+  assert bench_processes.parts(wanted) == [
+    ('norm', (0, 1, 2)),
+    ('attention', (0, 1)),
+    ('attention', (2, 3)),
+    ('attention', (4,)),
+  ]
 
 
 def test_device_time_is_that_of_kernels_on_streams():

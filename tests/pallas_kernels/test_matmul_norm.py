@@ -58,7 +58,8 @@ def test_matmul_has_the_bits_of_one_group_and_of_any_rows():
   np.testing.assert_array_equal(grouped, whole)
 
 
-@pytest.mark.parametrize('depth', [640, 72])  # 72: rows are padded
+# Of 16 and of 8 lanes, the last vector of some only; padded to a warpgroup.
+@pytest.mark.parametrize('depth', [640, 72, 76])
 @pytest.mark.parametrize('name', NAMES)
 def test_norm(name, depth):
   x, dy = draw(3, 5, depth), draw(3, 5, depth, seed=2)
@@ -81,7 +82,38 @@ def test_norm(name, depth):
   np.testing.assert_array_equal(one, got[1, 2:3])
 
 
-@pytest.mark.parametrize('depth', [s.depth for s in shapes.TRAINING[:2]])
+def in_lanes(x, scale, epsilon, share, each):
+  """The order of addition of `norm.gpu`, written down again: [T, D] float32."""
+  rows, depth = x.shape
+  steps = -(-depth // (share * each))
+  wide = np.zeros((rows, steps * share * each), np.float32)
+  wide[:, :depth] = x
+  square = (wide * wide).reshape(rows, steps, share, each)
+  parts = np.zeros((2, rows, share), np.float32)
+  for step in range(steps):
+    for i in range(each):
+      parts[i % 2] += square[:, step, :, i]
+  total = parts[0] + parts[1]
+  while total.shape[1] > 1:
+    total = total[:, ::2] + total[:, 1::2]
+  mean = total * np.float32(1 / depth) + np.float32(epsilon)
+  return x * (np.float32(1) / np.sqrt(mean)) * scale
+
+
+@pytest.mark.parametrize(
+  'depth, dtype, share',
+  [(576, 'bfloat16', 8), (600, 'bfloat16', 16), (100, 'float32', 8)],
+)
+def test_norm_of_narrow_rows_adds_in_the_order_it_says(depth, dtype, share):
+  x, scale = draw(9, depth).astype(dtype), draw(depth, seed=1)
+  assert norm_gpu.shared_by(depth, x.dtype.itemsize) == share
+  got = norm_gpu.rms_norm(x, scale, 1e-6, interpret=True)
+  wide = [np.asarray(a, np.float32) for a in (x, scale[None, :])]
+  want = in_lanes(*wide, 1e-6, share, 16 // x.dtype.itemsize)
+  np.testing.assert_array_equal(got, jnp.asarray(want).astype(dtype))
+
+
+@pytest.mark.parametrize('depth', [s.depth for s in shapes.TRAINING])
 def test_norm_lowers_for_cuda(depth):
   text = mosaic.lower(
     lambda x, scale: norm_gpu.rms_norm(x, scale, 1e-6),
@@ -116,6 +148,13 @@ def test_on_the_device():
   normed = norm.rms_norm(x, scale, implementation='gpu')
   want = norm.reference.rms_norm(x.astype(jnp.float32), scale, 1e-6)
   np.testing.assert_allclose(normed, want, rtol=8e-3)
+  for depth in (576, 128):  # by lanes, whose bits the interpreter has too
+    x_, scale_ = draw(4099, depth), draw(depth, seed=3)
+    narrow = norm.rms_norm(x_, scale_, implementation='gpu')
+    want = norm_gpu.rms_norm(x_[:64], scale_, 1e-6, interpret=True)
+    np.testing.assert_array_equal(narrow[:64], want)
+    some = norm.rms_norm(x_[5:], scale_, implementation='gpu')
+    np.testing.assert_array_equal(some, narrow[5:])
   for rows in (1, 8, 100):
     some = matmul.matmul(x[7 : 7 + rows], w, implementation='gpu')
     np.testing.assert_array_equal(some, whole[7 : 7 + rows])

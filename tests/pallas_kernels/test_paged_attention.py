@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import dispatch
 from pallas_kernels import mosaic
 from pallas_kernels import paged_attention as ops
 from pallas_kernels.attention import gpu as packed_gpu
 from pallas_kernels.paged_attention import gpu
+from pallas_kernels.paged_attention import gpu_decode
 from pallas_kernels.paged_attention import shapes
 
 # Sequences, queries, heads of queries and of keys, K, W, tokens a page.
@@ -102,6 +104,101 @@ def test_positions_of_the_first_query():
   )
 
 
+def written(pages, new, table, positions):
+  """Pages with the newest numbers of every sequence that has any, by numpy."""
+  out, block = np.array(pages), pages.shape[1]
+  for row, at in enumerate(np.asarray(positions)):
+    if at >= 0:
+      out[table[row, at // block], at % block] = np.asarray(new)[row]
+  return out
+
+
+def check_decode(heads, groups, key, block, positions, name, fused):
+  """Bits are those of a write and of `paged_attention` after it."""
+  rng, n, most = np.random.default_rng(1), len(positions), 4
+  some = lambda *size: jnp.asarray(rng.normal(size=size), jnp.bfloat16)  # noqa: E731
+  q, k, v = (some(n, count, key) for count in (heads, groups, groups))
+  pages = [some(n * most, block, groups, key) for _ in range(2)]
+  table = rng.permutation(n * most).reshape(n, most).astype(np.int32)
+  where = jnp.asarray(table), jnp.asarray(positions, jnp.int32)
+  some = dict(scale=key**-0.5, implementation=name)
+  after = [
+    jnp.asarray(written(old, new, table, positions))
+    for old, new in zip(pages, (k, v), strict=True)
+  ]
+  want = jax.jit(
+    lambda q, *a: ops.paged_attention(q[:, None], *a, **some)[:, 0]
+  )(q, *after, where[0], where[1][:, None])
+  got = jax.jit(lambda *a: ops.decode(*a, fused=fused, **some))(
+    q, k, v, *pages, *where
+  )
+  for x, y in zip(got, (want, *after), strict=True):
+    np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize(
+  ('name', 'fused'),
+  [
+    ('reference', True),
+    ('tpu_interpret', False),
+    pytest.param('gpu_interpret', True, marks=needs_interpreter),
+  ],
+)
+def test_decode(name, fused):
+  key = 128 if name.startswith('tpu') else 64
+  check_decode(6, 2, key, 64, [200, -1, 255, 63], name, fused)
+
+
+@needs_interpreter
+def test_decode_as_tuned(monkeypatch):
+  """Where the device's tunings say so, one kernel writes and attends."""
+  runs, forward = [], gpu_decode.forward
+
+  def counted(*args, **options):
+    runs.append(args)
+    return forward(*args, **options)
+
+  monkeypatch.setattr(gpu_decode, 'forward', counted)
+  tuned = {'decode': {'fused': True}}
+  monkeypatch.setattr(dispatch, 'tuning', lambda _: tuned)
+  check_decode(7, 1, 128, 128, [127, 128], 'gpu_interpret', None)
+  assert len(runs) == 1
+
+
+@needs_interpreter
+def test_decode_lowers_for_cuda():
+  some = lambda *size: jax.ShapeDtypeStruct(size, jnp.bfloat16)  # noqa: E731
+  whole = lambda *size: jax.ShapeDtypeStruct(size, jnp.int32)  # noqa: E731
+  n, h, g, key, block = 16, 9, 3, 64, 64
+  text = mosaic.lower(
+    lambda *a: gpu_decode.forward(*a, scale=0.1),
+    some(n, h, key),
+    *[some(n, g, key)] * 2,
+    *[some(99, block, g, key)] * 2,
+    whole(n, 3),
+    whole(n),
+  )
+  (call,) = re.findall(r'custom_call @mosaic_gpu.*', text)
+  assert 'output_operand_alias' in call  # pages are changed where they are
+  assert 'scatter' not in text
+
+
+def test_what_decode_leaves_to_the_general_kernel():
+  some = lambda *size: jax.ShapeDtypeStruct(size, jnp.bfloat16)  # noqa: E731
+  pages = some(99, 64, 3, 64)
+  table = jax.ShapeDtypeStruct((16, 3), jnp.int32)
+  long = jax.ShapeDtypeStruct((1, 999), jnp.int32)
+  new = mosaic.interprets()
+  takes = gpu_decode.takes
+  assert takes(some(16, 9, 64), pages, pages, table, None) == new
+  assert not takes(some(16, 9, 64), pages, None, table, 0)
+  assert not takes(some(16, 189, 64), pages, pages, table, 0)
+  assert not takes(some(16, 9, 64), pages, pages, table, 64)
+  wide = some(99, 64, 3, 128)
+  assert takes(some(1, 9, 128), wide, wide, long, 0) == new
+  assert not takes(some(1, 9, 128), wide, wide, long, None)  # in splits
+
+
 @pytest.mark.parametrize(
   'shape', shapes.DECODING[1:] + shapes.PREFILLING + shapes.FEW
 )
@@ -188,6 +285,15 @@ def test_on_the_device(sizes):
     tiles = packed_gpu.Tiles(consumers=1, stages=2, turns=False, overlap=True)
     other = gpu.forward(*arrays, width=width, scale=scale, tiles=tiles)
     np.testing.assert_array_equal(np.asarray(other), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(mosaic.available() is not None, reason='needs a Hopper GPU')
+def test_decode_on_the_device():
+  rng = np.random.default_rng(0)
+  for heads, groups, key, block in ((9, 3, 64, 64), (32, 4, 128, 128)):
+    positions = rng.integers(-1, 4 * block, 64)
+    check_decode(heads, groups, key, block, positions, 'gpu', True)
 
 
 @pytest.mark.gpu
