@@ -430,7 +430,7 @@ while True: pass
 """
   result = python(world, code, 1.0)
   assert result.timed_out and result.exit_code == -9
-  assert 0.2 < result.cpu_seconds < 20
+  assert 0.01 < result.cpu_seconds < 20  # others may have had the processor
   idle = world.run(['sleep', '0.5'], 30.0)
   assert idle.seconds > 0.45 and idle.cpu_seconds < idle.seconds
 
@@ -454,7 +454,7 @@ def test_nothing_outlives_a_pool(world):
   other.call(other.pool.acquire({}))  # still there when the pool closes
   assert sessions.leftovers() - before
   other.close()
-  deadline = time.monotonic() + 5
+  deadline = time.monotonic() + 60
   while sessions.leftovers() - before and time.monotonic() < deadline:
     time.sleep(0.05)
   assert sessions.leftovers() - before == set()

@@ -93,7 +93,7 @@ def marked(marker):
   return found
 
 
-def wait_until(condition, seconds=5.0):
+def wait_until(condition, seconds=60.0):
   deadline = time.monotonic() + seconds
   while not condition():
     assert time.monotonic() < deadline, 'still not so'
@@ -217,15 +217,15 @@ class TestInterface:
 
   def test_output_is_cut_and_does_not_block(self, driver):
     code = 'import sys\nfor _ in range(3000):\n  sys.stdout.write("x" * 1000)\n'
-    result = python(driver, code, timeout_s=10, output_bytes=5000)
+    result = python(driver, code, timeout_s=60, output_bytes=5000)
     assert result.truncated and result.exit_code == 0
     assert result.stdout == 'x' * 5000
 
   def test_timeout(self, driver):
-    result = python(driver, 'print("a", flush=True)\nwhile 1: pass', 0.2)
+    result = python(driver, 'print("a", flush=True)\nwhile 1: pass', 1.0)
     assert result.timed_out and result.exit_code == -9
     assert result.stdout == 'a\n'
-    assert 0.15 < result.seconds < 10
+    assert 0.9 < result.seconds < 30
 
   def test_memory_of_a_process(self, driver):
     result = python(
@@ -426,8 +426,8 @@ for _ in range(4):
     time.sleep(30)
 time.sleep(30)
 """
-    result = python('namespace', code, timeout_s=20)
-    assert not result.timed_out and result.seconds < 10
+    result = python('namespace', code, timeout_s=60)
+    assert not result.timed_out and result.seconds < 25  # by itself after 30
     assert 'killed, memory' in result.stderr
 
   def test_disk(self):

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import os
 import pathlib
 import socket
 import struct
@@ -52,6 +53,15 @@ def postgres():
 def inside(monkeypatch):
   """The machine's own modules can be imported."""
   monkeypatch.syspath_prepend(str(pool_lib.zygote_lib.INSIDE))
+
+
+def _user(pid):
+  """The one user that a process is, in every way, without any power."""
+  lines = pathlib.Path(f'/proc/{pid}/status').read_text().splitlines()
+  fields = dict(line.split(':', 1) for line in lines)
+  [user] = set(map(int, fields['Uid'].split()))
+  assert int(fields['CapEff'], 16) == 0 or user == 0
+  return user
 
 
 def out(world, machine, script):
@@ -132,6 +142,27 @@ class TestForks:
     assert (about['kvm'] == 'works') == (about['accelerator'] == 'kvm')
     assert len(about['image_digest']) == 64
 
+  def test_a_roots_machines_are_users_of_their_own(self, base):
+    """Who own neither folders nor the states that others go on from."""
+    if 'QEMU' not in base.pool._provenance['hypervisor']:
+      pytest.skip("Firecracker's are shown with a program in its place")
+    with base.machine() as one, base.machine(), base.machine() as three:
+      fork = base.call(base.pool.fork(three))
+      pids = sessions._children(base.pool._zygote.process.pid)
+      users = [_user(pid) for pid in pids]
+      said = one.provenance['hypervisor_user']
+      held = [os.stat(f'/proc/{pid}/cwd').st_uid for pid in pids]
+      base.call(base.pool.release(fork))
+    assert len(users) >= 4 and set(held) == {os.geteuid()}
+    if said in ('who started it', 'root'):
+      assert set(users) == {os.geteuid()}
+      assert (said == 'root') == (os.geteuid() == 0)
+    elif said == 'nobody':
+      assert set(users) == {65534}
+    else:
+      assert said == 'one of its own' and min(users) >= 0x70000000
+      assert len(set(users)) == len(users)
+
   def test_kvm_by_name_works_or_is_refused(self, base):
     works = base.pool._provenance['kvm'] == 'works'
     config = MachineConfig(driver='microvm', accelerator='kvm', **live.SIZES)
@@ -178,7 +209,7 @@ asyncio.run(main())
       machines = sessions._children(int(hypervisor))
       assert machines and pathlib.Path(scratch).is_dir()
       host.kill()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     left = [
       pathlib.Path(scratch),
       *(pathlib.Path(f'/proc/{x}') for x in machines),
@@ -481,6 +512,29 @@ class TestImages:
       assert 'python3' in recipe.packages, name
       for user in recipe.users:
         assert user in recipe.start
+
+  @pytest.mark.parametrize(
+    ('user', 'powers', 'spans', 'becomes'),
+    [
+      (1000, 0, '0 0 4294967295', 0),  # no root: stays who it is
+      (0, 0xC1, '0 0 4294967295', 0x70000000),
+      (0, 0xC1, '0 100000 65536', 65534),  # a root of few users
+      (0, 0xC1, '0 1000 1', 0),  # of one
+      (0, 0x81, '0 0 4294967295', 0),  # who may not change its groups
+    ],
+  )
+  def test_who_a_hypervisor_becomes(
+    self, inside, monkeypatch, user, powers, spans, becomes
+  ):
+    import vm
+
+    status = f'Name:\tpython\nCapEff:\t{powers:016x}\n'
+    texts = {'status': status, 'uid_map': spans, 'gid_map': spans}
+    monkeypatch.setattr(vm.os, 'geteuid', lambda: user)
+    monkeypatch.setattr(
+      vm, 'open', lambda path: io.StringIO(texts[path[11:]]), raising=False
+    )
+    assert vm.user_for(0x70000000) == becomes
 
   def test_overlay_header(self, tmp_path, inside):
     """Fields of a qcow2 header where the format's description has them."""

@@ -121,6 +121,35 @@ def test_what_a_build_counts(built):
   assert len(recorded) == KEPT + sum(result['dropped'].values())
 
 
+def test_many_candidates_of_few_functions():
+  """`rounds` and `only` choose; the order is as without them."""
+  made = source()
+  lines = {
+    path: {n: frozenset({'t'}) for n in range(1, 200)}
+    for path in made.files
+    if path.endswith('.py') and not path.startswith('tests')
+  }
+  survey = survey_lib.Survey({'t': 0.1}, (), 0, (), lines)
+  every = factory.candidates(made, survey, factory.Options(rounds=1000))
+  functions = [(x.path, x.function.name) for x in every]
+  most = max(map(functions.count, functions))
+  usual = factory.candidates(made, survey, factory.Options())
+  assert most > 6 and len(usual) < len(every)
+  few = factory.candidates(made, survey, factory.Options(rounds=2))
+  counted = [(x.path, x.function.name) for x in few]
+  assert max(map(counted.count, counted)) == 2
+  assert {x.id for x in few} < {x.id for x in usual} < {x.id for x in every}
+  only = f'-{every[0].function.name}-(?!body_removed)'
+  options = factory.Options(rounds=1000, only=only)
+  chosen = factory.candidates(made, survey, options)
+  assert [x.id for x in chosen] == [
+    x.id
+    for x in every
+    if x.function.name == every[0].function.name
+    and x.mutation.operator != 'body_removed'
+  ]
+
+
 def test_flaky_tests_are_no_witnesses(monkeypatch):
   runs = iter('passed failed passed'.split())
 
@@ -315,6 +344,9 @@ def test_the_command_line(built, tmp_path, capsys):
   assert main(['tasks', 'build', str(tmp_path), '--out', str(tmp_path)]) == 2
   assert 'carries no tests' in capsys.readouterr().err
   assert main(['tasks', 'build', '.', '--out', 'x', '--jobs', '0']) == 2
+  capsys.readouterr()
+  assert main(['tasks', 'build', '.', '--out', 'x', '--only', '(']) == 2
+  assert "--only='(' is no regular expression" in capsys.readouterr().err
 
 
 # --- the runner's verdict ----------------------------------------------------

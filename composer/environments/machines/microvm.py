@@ -6,7 +6,8 @@ host. There is no network device. A machine is a fork of a booted one: its memor
 is that of the saved state until it writes to it. Firecracker is taken where it is
 installed and KVM boots a machine in it, else QEMU. Under emulation (where a boot
 under KVM fails, whatever /dev/kvm promises) a machine is some ten times slower
-than its host; provenance says which it was.
+than its host; provenance says which it was. A root's hypervisors are users of
+their own, one for each machine.
 """
 
 from __future__ import annotations
@@ -63,9 +64,19 @@ def launch(
   limit = BOOT_S + (SERVICES_S if _recipe(image).start else 0.0)
   settings = _settings(config, image, programs) | {'boot_s': limit}
   try:
-    return zygote_lib.launch(settings, limit + 60.0, 'hypervisor.py')
+    zygote = zygote_lib.launch(settings, limit + 60.0, 'hypervisor.py')
   except zygote_lib.Missing as error:
     raise MachineError(str(error)) from error
+  removed = zygote.facts.get('removed', ())
+  if removed:
+    size = sum(size for _, size in removed) / 1e6
+    print(
+      f'composer: of the virtual machines in {settings["cache"]},'
+      f' {len(removed)} that were not used for long have been removed'
+      f' ({size:.0f} MB): {", ".join(name for name, _ in removed)}',
+      file=sys.stderr,
+    )
+  return zygote
 
 
 def provenance(
@@ -76,6 +87,7 @@ def provenance(
     'driver': 'microvm',
     'isolation': 'virtual machine',
     'hypervisor': facts['version'],
+    'hypervisor_user': facts['user'],
     'accelerator': facts['accelerator'],
     'kvm': facts['kvm'],
     'kernel': facts['kernel'],
@@ -258,7 +270,7 @@ def _uncompressed(kernel: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
   """The kernel as Firecracker takes it, made once."""
   data = kernel.read_bytes()
   path = cache / f'vmlinux-{hashlib.sha256(data).hexdigest()[:16]}'
-  if not path.exists():
+  if not _touched(path):
     try:
       _write_whole(path, kernel_lib.uncompressed(data))
     except ValueError as error:
@@ -283,6 +295,15 @@ def _agent(cache: pathlib.Path) -> pathlib.Path:
   }
   data = initrd.archive_of(files)
   path = cache / f'agent-{hashlib.sha256(data).hexdigest()[:16]}'
-  if not path.exists():
+  if not _touched(path):
     _write_whole(path, data)
   return path
+
+
+def _touched(path: pathlib.Path) -> bool:
+  """Whether it is there; it is in use, and stays for an hour at least."""
+  try:
+    os.utime(path)
+  except FileNotFoundError:
+    return False
+  return True

@@ -29,7 +29,6 @@ PORT = 1024  # of the agent
 GUEST = 3  # the least number that a machine may have
 ROOT, OWN, FIRST, SECOND = 10, 11, 12, 13  # descriptors, in every machine
 USERS = 0x60000000  # of machines of a root: one each, which owns nothing else
-NOBODY = 65534
 API_S = 60.0
 CONNECT_S = 20.0
 CHUNK = 1 << 16
@@ -182,7 +181,8 @@ def launch(config: dict, folder: str, names: dict) -> int:
       os.unlink(os.path.join(folder, name))
   user, groups = 0, []
   if os.geteuid() == 0:
-    user, groups = give_away(folder), groups_for(config['kvm_device'])
+    user = give_away(folder)
+    groups = vm_lib.groups_for(config['kvm_device'])
     os.chown(names[OWN][0], user, user)
   opened = {}
   try:
@@ -207,14 +207,8 @@ def give_away(folder: str) -> int:
   try:
     os.chown(folder, USERS + os.getpid(), USERS + os.getpid())
   except OSError:  # a root of few users
-    os.chown(folder, NOBODY, NOBODY)
+    os.chown(folder, vm_lib.NOBODY, vm_lib.NOBODY)
   return os.stat(folder).st_uid
-
-
-def groups_for(device: str) -> list:
-  """Which a user without rights must be in to open the device."""
-  about = os.stat(device)
-  return [] if about.st_mode & 0o006 == 0o006 else [about.st_gid]
 
 
 def wait_for(pid: int, folder: str, act, limit_s: float):

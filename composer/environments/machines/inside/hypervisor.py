@@ -20,7 +20,6 @@ has booted; `start` from a state, and `save` one.
 """
 
 import ctypes
-import fcntl
 import hashlib
 import json
 import mmap
@@ -36,6 +35,7 @@ import types
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, _HERE)
+import cache as cache_lib  # noqa: E402
 import firecracker  # noqa: E402
 import qemu  # noqa: E402
 import vm as vm_lib  # noqa: E402
@@ -47,7 +47,6 @@ from vm import hear  # noqa: E402
 KINDS = {'firecracker': firecracker, 'qemu': qemu}
 # For a boot under KVM to show that it works: longer than an emulated one takes.
 KVM_S = 10.0
-KEPT_STATES = 6
 KEPT_VERDICTS_S = 7 * 86_400.0
 DOUBT_S = 3600.0  # a boot that failed may have met a busy moment: tried again
 # (hypervisor, accelerator, processor), the best first. A processor is refused
@@ -132,7 +131,6 @@ def obey(request, config, template, machines, descriptors) -> None:
     try:
       folder = os.path.join(config['scratch'], f'vm{number}')
       source = request['from'] or template
-      os.utime(source)  # in use: `prune` leaves it
       os.mkdir(folder)
       kind = kind_of(config)
       machines[number] = kind.start(config, folder, source, descriptor)
@@ -204,8 +202,10 @@ def find_template(config: dict) -> tuple:
   choose(config)
   folder = os.path.join(cache, key_of(config))
   began = time.monotonic()
-  with open(folder + '.lock', 'w') as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)
+  for path in (*config['kernels'].values(), *config['initrds']):
+    if os.path.dirname(path) == cache:
+      cache_lib.hold(path)  # as the state below, until this process ends
+  with cache_lib.making(folder):
     booted = not os.path.exists(os.path.join(folder, 'facts.json'))
     if booted:
       shutil.rmtree(folder, ignore_errors=True)
@@ -217,14 +217,25 @@ def find_template(config: dict) -> tuple:
       facts['boot_s'] = round(time.monotonic() - began, 2)
       with open(os.path.join(folder, 'facts.json'), 'w') as file:
         json.dump(facts, file)
-      prune(cache, folder)
     with open(os.path.join(folder, 'facts.json')) as file:
       facts = json.load(file)
-    os.utime(folder)
+    cache_lib.hold(folder)
+  prune_verdicts(cache)
+  facts['removed'] = cache_lib.prune(cache)
   for name in ('kvm', 'accelerator', 'hypervisor'):
     facts[name] = config[name]
   facts['version'] = config['versions'][config['hypervisor']]
+  facts['user'] = user_of(config['hypervisor'])
   return folder, facts
+
+
+def user_of(name: str) -> str:
+  """Who a machine's hypervisor is, in words."""
+  if os.geteuid() != 0:
+    return 'who started it'
+  user = vm_lib.user_for(KINDS[name].USERS)
+  words = {0: 'root', vm_lib.NOBODY: 'nobody'}
+  return words.get(user, 'one of its own')
 
 
 def key_of(config: dict) -> str:
@@ -251,27 +262,16 @@ def sources() -> bytes:
   return read
 
 
-def prune(cache: str, keep: str) -> None:
-  """Removes the states that were used longest ago, no sooner than an hour after.
-
-  Machines that were forked from one go on: they have it mapped. What was found
-  of KVM holds until this host boots again, so old ones say nothing.
-  """
-  now = time.time()
-  states = []
+def prune_verdicts(cache: str) -> None:
+  """What was found of KVM holds until this host boots again: old ones go."""
   for name in os.listdir(cache):
     path = os.path.join(cache, name)
     try:
-      used = os.path.getmtime(path)
-      if os.path.exists(os.path.join(path, 'facts.json')):
-        states.append((used, path))
-      elif name.startswith('kvm-') and used < now - KEPT_VERDICTS_S:
+      old = os.path.getmtime(path) < time.time() - KEPT_VERDICTS_S
+      if name.startswith(cache_lib.OTHERS) and old:
         os.unlink(path)
     except FileNotFoundError:
-      pass  # another process had it, or does the same
-  for used, path in sorted(states, reverse=True)[KEPT_STATES:]:
-    if path != keep and used < now - 3600:
-      shutil.rmtree(path, ignore_errors=True)
+      pass  # another process does the same
 
 
 def boot(config: dict, folder: str) -> dict:

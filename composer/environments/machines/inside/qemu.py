@@ -2,11 +2,16 @@
 
 QEMU runs without a network, in a filter of system calls of its own, and ends with
 the process that started it. The agent's end of a serial port is its to hold.
+A root's QEMU is another user, one for each machine, who owns the disk that it
+writes to (and, while it boots, its memory) and nothing else: the folder is not
+its own. What it could not reach is opened here and named `/proc/self/fd/N`. It
+maps a saved memory privately, but wants the right to write to it all the same.
 
 Under emulation QEMU is told the frequency of the time stamp counter: its microvm
 has no other clock to measure it by that this kernel would use.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -18,6 +23,11 @@ import vm as vm_lib
 from vm import Broken
 from vm import Vm
 
+# Descriptors, in every machine.
+CHANNEL, MONITOR, STATE, ROOT, MEMORY, KERNEL, INITRD = range(10, 17)
+USERS = (
+  0x70000000  # of machines of a root; 4096 of each process that starts them
+)
 TCG_BUFFER_MB = 32  # translated code of a machine
 # QEMU starts nothing and becomes nobody else.
 SANDBOX = 'on,obsolete=deny,elevateprivileges=deny,spawn=deny'
@@ -32,7 +42,6 @@ def boot(config: dict, folder: str, initrd: str) -> tuple:
     f'quiet reboot=t panic=-1 random.trust_cpu=off tsc_early_khz={khz}'
     ' tsc=reliable mitigations=off console=none ro'
   )
-  kernel = config['kernels']['qemu']
   try:
     vm = launch(
       config,
@@ -40,7 +49,7 @@ def boot(config: dict, folder: str, initrd: str) -> tuple:
       theirs.fileno(),
       memory=(os.path.join(folder, 'memory'), True),
       disk=(os.path.join(folder, 'disk0'), 'raw'),
-      boot=('-kernel', kernel, '-initrd', initrd, '-append', line),
+      boot=(config['kernels']['qemu'], initrd, line),
     )
   finally:
     theirs.close()
@@ -53,6 +62,7 @@ def keep(config: dict, vm: Vm, folder: str) -> None:
   monitor = Monitor(vm.monitor, 60.0)
   monitor.ask('stop')
   write_state(monitor, os.path.join(folder, 'state'))
+  take_back(folder)
 
 
 def start(config: dict, folder: str, source: str, channel: int) -> Vm:
@@ -73,60 +83,123 @@ def start(config: dict, folder: str, source: str, channel: int) -> Vm:
     os.close(state)
 
 
+_numbers = itertools.count()
+
+
 def launch(
-  config, folder, channel, memory, disk, state=-1, boot=(), ignore=True
+  config, folder, channel, memory, disk, state=-1, boot=(), paused=False
 ) -> Vm:
-  """Starts QEMU.
+  """Starts QEMU, as a user of its own where this one is root.
 
   Args:
     channel: descriptor of the agent's socket.
-    memory: path of the file, and whether it is changed or mapped privately.
-    disk: path and format of the machine's own disk.
+    memory: path of the file, and whether it is made and changed, or mapped
+      privately.
+    disk: path, in the folder, and format of the machine's own disk.
     state: descriptor of a saved state to go on from; -1 boots.
-    boot: further arguments.
-    ignore: saved states leave out memory that is a shared file.
+    boot: kernel, first filesystem and the kernel's arguments.
+    paused: it does not run on, and its saved state holds all of its memory.
   """
+  user = vm_lib.user_for(
+    USERS + os.getpid() % 65_536 * 4096 + next(_numbers) % 4096
+  )
+  files = {ROOT: (config['root'], os.O_RDONLY), MEMORY: (memory[0], os.O_RDWR)}
+  if boot:
+    files |= {KERNEL: (boot[0], os.O_RDONLY), INITRD: (boot[1], os.O_RDONLY)}
+  if memory[1]:
+    make_memory(config, memory[0])
+  for path in (disk[0], *([memory[0]] if memory[1] else [])):
+    if user:
+      os.chown(path, user, user)
   ours, theirs = socket.socketpair()
-  for message in opening(state, ignore):
+  for message in opening(state >= 0, not paused):
     ours.sendall(json.dumps(message).encode() + b'\n')
-  path, share = memory
+  given = {CHANNEL: channel, MONITOR: theirs.fileno()}
+  if state >= 0:
+    given[STATE] = state
+  argv = arguments(config, memory[1], disk, state >= 0, boot, paused)
+  groups = []
+  if user and config['accelerator'] == 'kvm':
+    groups = vm_lib.groups_for(config['kvm_device'])
+  opened = {}
+  try:
+    for number, (path, flags) in files.items():
+      opened[number] = os.open(path, flags | os.O_CLOEXEC)
+    pid = vm_lib.spawn(argv, given | opened, folder, user, groups)
+  except BaseException:
+    ours.close()
+    raise
+  finally:
+    theirs.close()
+    for descriptor in opened.values():
+      os.close(descriptor)
+  return Vm(pid, folder, ours)
+
+
+def make_memory(config: dict, path: str) -> None:
+  with open(path, 'xb') as file:
+    os.fchmod(file.fileno(), 0o600)
+    file.truncate((config['memory_mb'] + vm_lib.EXTRA_MB) << 20)
+
+
+def take_back(folder: str) -> None:
+  """Memory and disks from the users who wrote them; for others to go on from."""
+  if os.geteuid() != 0:
+    return
+  for name in ('memory', *disks(folder)):
+    descriptor = os.open(os.path.join(folder, name), vm_lib.READ)
+    try:
+      os.fchown(descriptor, 0, 0)
+      os.fchmod(descriptor, 0o666 if name == 'memory' else 0o644)
+    finally:
+      os.close(descriptor)
+
+
+def arguments(config, share, disk, restored, boot, paused) -> list:
+  """QEMU's, as `launch` has them."""
   argv = [
     config['programs']['qemu'],
     *('-machine', 'microvm,memory-backend=memory'),
     *accelerator(config['accelerator'], config['cpu']),
     *('-m', f'{config["memory_mb"] + vm_lib.EXTRA_MB}M', '-smp', '1'),
-    *('-object', _memory(config, path, share)),
+    *('-object', _memory(config, share)),
     *('-nodefaults', '-no-user-config', '-no-reboot', '-display', 'none'),
-    *('-drive', _drive('root', config['root'], 'raw', 'on')),
+    *('-drive', _drive('root', fd_path(ROOT), 'raw', 'on')),
     *('-device', 'virtio-blk-device,drive=root'),
-    *('-drive', _drive('own', *disk, 'off')),
+    # By its name in the folder, where it finds the disks below it.
+    *('-drive', _drive('own', os.path.basename(disk[0]), disk[1], 'off')),
     *('-device', 'virtio-blk-device,drive=own'),
     *('-device', 'virtio-rng-device'),
     *('-device', 'virtio-serial-device'),
-    *('-chardev', f'socket,id=agent,fd={channel}'),
+    *('-chardev', f'socket,id=agent,fd={CHANNEL}'),
     *('-device', 'virtserialport,chardev=agent,name=agent'),
-    *('-chardev', f'socket,id=monitor,fd={theirs.fileno()}'),
+    *('-chardev', f'socket,id=monitor,fd={MONITOR}'),
     *('-mon', 'chardev=monitor,mode=control'),
     # Else a fork of a machine that was stopped to be saved stays stopped.
     *('-global', 'migration.store-global-state=off'),
-    *boot,
+    *('-sandbox', SANDBOX),
   ]
-  if state >= 0:
+  if boot:
+    argv += ['-kernel', fd_path(KERNEL), '-initrd', fd_path(INITRD)]
+    argv += ['-append', boot[2]]
+  if paused:
+    argv += ['-S']
+  if restored:
     argv += ['-incoming', 'defer']
-  argv += ['-sandbox', SANDBOX]
-  inherited = [channel, theirs.fileno(), *([state] if state >= 0 else [])]
-  pid = vm_lib.spawn(argv, {x: x for x in inherited}, folder)
-  theirs.close()
-  return Vm(pid, folder, ours)
+  return argv
 
 
-def opening(state: int, ignore: bool) -> list:
+def fd_path(descriptor: int) -> str:
+  return f'/proc/self/fd/{descriptor}'
+
+
+def opening(restored: bool, ignore: bool) -> list:
   """What a monitor is told before anything: they are answered in their time."""
   messages = [{'execute': 'qmp_capabilities'}]
   if ignore:
     messages.append(ignore_shared(True))
-  if state >= 0:
-    uri = {'uri': f'fd:{state}'}
+  if restored:
+    uri = {'uri': f'fd:{STATE}'}
     messages.append({'execute': 'migrate-incoming', 'arguments': uri})
   return messages
 
@@ -140,17 +213,16 @@ def ignore_shared(state: bool) -> dict:
   }
 
 
-def _memory(config: dict, path: str, share: bool) -> str:
+def _memory(config: dict, share: bool) -> str:
   return (
     f'memory-backend-file,id=memory,size={config["memory_mb"] + vm_lib.EXTRA_MB}M'
-    f',mem-path={path},share={"on" if share else "off"}'
+    f',mem-path={fd_path(MEMORY)},share={"on" if share else "off"}'
   )
 
 
 def _drive(name: str, path: str, kind: str, readonly: str) -> str:
-  spelled = path.replace(',', ',,')
   return (
-    f'id={name},file={spelled},format={kind},if=none,readonly={readonly}'
+    f'id={name},file={path},format={kind},if=none,readonly={readonly}'
     ',cache=unsafe,aio=threads,discard=unmap'
   )
 
@@ -265,8 +337,7 @@ def divide(config: dict, whole: str, to: str) -> None:
       memory=(memory, True),
       disk=(disk, 'qcow2'),
       state=state,
-      boot=('-S',),
-      ignore=False,
+      paused=True,
     )
   finally:
     os.close(state)
@@ -284,6 +355,7 @@ def divide(config: dict, whole: str, to: str) -> None:
     vm.end()
     ours.close()
   os.unlink(disk)
+  take_back(to)
 
 
 # --- disks -------------------------------------------------------------------
@@ -305,7 +377,11 @@ def share_disks(source: str, folder: str, count: int = -1) -> int:
     try:
       os.link(below, link)
     except OSError:  # the cache may be on another filesystem; it stays
-      os.symlink(below, link)
+      if os.geteuid() != 0:
+        os.symlink(below, link)
+        continue
+      vm_lib.copy_sparse(below, link)  # no other user could reach it there
+      os.chmod(link, 0o644)
   return count
 
 

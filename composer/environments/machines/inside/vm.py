@@ -13,6 +13,8 @@ NEWIPC, NEWNET = 0x8000000, 0x40000000
 # In a folder of a machine's a name may have become a link to anything of ours.
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 FICLONE = 0x40049409
+NOBODY = 65534
+POWERS = (0, 6, 7)  # CAP_CHOWN, CAP_SETGID, CAP_SETUID
 FIRST = 64  # descriptors are set aside above those that a program is told of
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,6 +47,38 @@ class Vm:
     os.kill(self.pid, signal.SIGKILL)
     os.waitpid(self.pid, 0)
     self.close()
+
+
+def user_for(number: int) -> int:
+  """Whom a root's hypervisor becomes: that user, or nobody; 0: it stays who it is.
+
+  It stays where it is started by another than root, or by a root who cannot
+  become others.
+  """
+  if os.geteuid() != 0:
+    return 0
+  with open('/proc/self/status') as file:
+    lines = dict(x.split(':', 1) for x in file if ':' in x)
+  held = int(lines['CapEff'], 16)
+  if not all(held >> power & 1 for power in POWERS):
+    return 0
+  for user in (number, NOBODY):
+    if all(_is_mapped(user, name) for name in ('uid_map', 'gid_map')):
+      return user
+  return 0
+
+
+def _is_mapped(user: int, name: str) -> bool:
+  """Whether there is such a user, or group, in this namespace."""
+  with open(f'/proc/self/{name}') as file:
+    spans = [tuple(map(int, line.split())) for line in file]
+  return any(first <= user < first + count for first, _, count in spans)
+
+
+def groups_for(device: str) -> list:
+  """Which a user without rights must be in to open the device."""
+  about = os.stat(device)
+  return [] if about.st_mode & 0o006 == 0o006 else [about.st_gid]
 
 
 def die_with_parent(parent: int) -> None:
