@@ -214,6 +214,31 @@ def open_turn(tokenizer: Tokenizer) -> list[int]:
   return [tokenizer.token_id(ACT)]
 
 
+def render_act(tokenizer: Tokenizer, act: Call | Text) -> list[int]:
+  """What a model samples to act so: words, then <end>; see `parse_act`.
+
+  Raises:
+    ValueError: an argument that is one word holds none, or several; or the
+      last begins with a space, which would be lost.
+  """
+  if isinstance(act, Text):
+    return [*encode_text(tokenizer, _spaced(act.text)), tokenizer.token_id(END)]
+  values = [str(x) for x in act.arguments.values()]
+  for name, value in list(zip(act.arguments, values, strict=True))[:-1]:
+    if len(value.split()) != 1:
+      raise ValueError(
+        f'{act.name}: {name}={value!r} is not one word, and in template compact'
+        ' acts are words; choose another template'
+      )
+  if values and values[-1] != values[-1].lstrip():
+    raise ValueError(
+      f'{act.name}: {values[-1][:40]!r} begins with a space, which template'
+      ' compact loses; choose another template'
+    )
+  text = ' '.join((act.name, *values))
+  return [*encode_text(tokenizer, _spaced(text)), tokenizer.token_id(END)]
+
+
 def render_observation(
   tokenizer: Tokenizer, text: str, limit: int
 ) -> list[int]:

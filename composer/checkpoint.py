@@ -544,6 +544,8 @@ def _committed(directory: str) -> list[tuple[int, int, str]]:
 
 
 def _path_of(directory: str, step: int | None) -> str:
+  if not _REMOTE.match(directory):
+    directory = os.path.abspath(directory)  # orbax reads no other
   found = _committed(directory)
   if step is not None:
     found = [entry for entry in found if entry[0] == step]

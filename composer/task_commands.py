@@ -10,6 +10,7 @@ from collections.abc import Callable
 import contextlib
 import os
 from pathlib import Path
+import re
 import sys
 from typing import Any
 
@@ -75,6 +76,7 @@ def _add_build(
   for name, default, text in (
     ('limit', 0, 'tasks at most (default: all that there are)'),
     ('seed', 0, 'of the order in which candidates are tried'),
+    ('rounds', 6, 'candidates of one function at most (default: 6)'),
     ('jobs', min(8, os.cpu_count() or 1), 'machines at once'),
     ('seconds', 0, 'for all of it (default: no limit)'),
     ('survey-seconds', 120, 'for one run of all tests (default: 120)'),
@@ -82,6 +84,12 @@ def _add_build(
     build.add_argument(
       f'--{name}', type=int, default=default, metavar='N', help=text
     )
+  build.add_argument(
+    '--only',
+    default='',
+    metavar='PATTERN',
+    help='try candidates in whose id (MODULE-FUNCTION-OPERATOR-...) it is found',
+  )
   build.add_argument(
     '--with',
     dest='packages',
@@ -103,6 +111,7 @@ def _build(arguments: argparse.Namespace, interruptible: Interruptible) -> int:
   for name, least in (
     ('limit', 0),
     ('seconds', 0),
+    ('rounds', 1),
     ('jobs', 1),
     ('survey_seconds', 1),
   ):
@@ -110,6 +119,12 @@ def _build(arguments: argparse.Namespace, interruptible: Interruptible) -> int:
     if value < least:
       option = name.replace('_', '-')
       raise ValueError(f'--{option}={value}; use {least} or more')
+  try:
+    re.compile(arguments.only)
+  except re.error as error:
+    raise ValueError(
+      f'--only={arguments.only!r} is no regular expression: {error}'
+    ) from error
   options = factory.Options(
     limit=arguments.limit,
     seed=arguments.seed,
@@ -117,6 +132,8 @@ def _build(arguments: argparse.Namespace, interruptible: Interruptible) -> int:
     seconds=arguments.seconds,
     survey_seconds=arguments.survey_seconds,
     packages=tuple(arguments.packages),
+    rounds=arguments.rounds,
+    only=arguments.only,
   )
   source = sources.read(arguments.repository)
   failures: list[str] = []

@@ -1,5 +1,8 @@
 """Tools of a coding agent: read, list, search, edit, write, shell, tests, todo.
 
+`view` and `replace` are reading and editing by numbers of lines: for a model too
+small to say the old text letter by letter, as `edit` wants it.
+
 All of them act in the machine, and on the workspace alone: a path that is
 absolute, climbs with `..` or goes through a link that leads out is refused, in
 the machine, where the links are. An output that is too long is cut in its
@@ -41,29 +44,66 @@ _TODO = re.compile(r'[-*]?\s*\[([ xX~-])\]\s*(\S.*)')
 
 async def _read(machine: Machine, task: Task, arguments: Arguments):
   del task
+  start, shown, total = await _lines(machine, arguments)
+  text = cut(''.join(shown))
+  if len(shown) == total:
+    return ToolResult(text or '(empty)')
+  if not text.endswith('\n'):
+    text += '\n'
+  last = start + len(shown) - 1
+  return ToolResult(f'{text}(lines {start} to {last} of {total})')
+
+
+async def _lines(
+  machine: Machine, arguments: Arguments
+) -> tuple[int, list[str], int]:
+  """The number of the first line that is asked for, those, and how many are."""
   path = str(arguments['path'])
-  text = _text(path, await machine.read(path))
-  lines = text.splitlines(keepends=True)
+  data = await machine.read(path)
+  _text(path, data)
+  # By their ends alone, as `replace` counts: a form feed in a text ends no line.
+  lines = [x.decode(errors='replace') for x in data.splitlines(keepends=True)]
   start = int(arguments.get('start', 1))
   end = int(arguments.get('end', start + MOST_LINES - 1))
   if start < 1 or end < start:
     raise ValueError(f'lines {start} to {end}; count from 1, the first first')
   if start > max(len(lines), 1):
     raise ValueError(f'{path} has {len(lines)} lines')
-  shown = lines[start - 1 : end]
-  text = cut(''.join(shown))
-  if len(shown) == len(lines):
-    return ToolResult(text or '(empty)')
-  if not text.endswith('\n'):
-    text += '\n'
-  last = start + len(shown) - 1
-  return ToolResult(f'{text}(lines {start} to {last} of {len(lines)})')
+  return start, lines[start - 1 : end], len(lines)
 
 
 def _text(path: str, data: bytes) -> str:
   if b'\0' in data[:8192]:
     raise ValueError(f'{path} is binary, {len(data)} bytes')
   return data.decode(errors='replace')
+
+
+async def _view(machine: Machine, task: Task, arguments: Arguments):
+  """As `read`, a line's number before each."""
+  del task
+  start, shown, _ = await _lines(machine, arguments)
+  numbered = ''.join(f'{start + i} {x}' for i, x in enumerate(shown))
+  return ToolResult(cut(numbered).rstrip('\n') or '(empty)')
+
+
+async def _replace(machine: Machine, task: Task, arguments: Arguments):
+  """Lines by others; the first is indented as the first of them was."""
+  del task
+  path, text = str(arguments['path']), str(arguments['text'])
+  start, end = int(arguments['start']), int(arguments['end'])
+  data = await machine.read(path)
+  if len(data) > MOST_EDIT:
+    raise ValueError(f'{path} has {len(data)} bytes; {MOST_EDIT} is the most')
+  lines = data.splitlines(keepends=True)
+  if not 1 <= start <= end <= len(lines):
+    raise ValueError(f'lines {start} to {end}; {path} has {len(lines)}')
+  old = lines[start - 1]
+  if not text[:1].isspace():
+    text = old[: len(old) - len(old.lstrip())].decode(errors='replace') + text
+  new = text.rstrip('\n').encode() + b'\n'
+  lines[start - 1 : end] = [new] if text.strip() else []
+  await machine.write(path, b''.join(lines))
+  return ToolResult(f'replaced lines {start} to {end}')
 
 
 async def _write(machine: Machine, task: Task, arguments: Arguments):
@@ -275,6 +315,24 @@ CODE_TOOLS: tuple[Tool, ...] = (
     ('path', 'path'),
     ('old', 'string'),
     ('new', 'text'),
+  ),
+  tool(
+    'view',
+    _view,
+    'show lines of a text file, from start to end, with their numbers',
+    ('path', 'path'),
+    optional=(('start', 'integer'), ('end', 'integer')),
+    reads=True,
+  ),
+  tool(
+    'replace',
+    _replace,
+    'replace the lines from start to end of a file by text, which is indented'
+    ' as they were unless it begins with spaces; without text they go',
+    ('path', 'path'),
+    ('start', 'integer'),
+    ('end', 'integer'),
+    ('text', 'text'),
   ),
   tool(
     'write',

@@ -45,6 +45,7 @@ from composer.rollout import scripted
 from composer.weights import store
 
 ROLES = ('all', 'trainer', 'rollout', 'eval')
+PLAYED = 'demonstrations'  # a stage of the progress
 
 
 def run(
@@ -181,8 +182,8 @@ def _midtrain(board, mesh, identity, resume, stop):
       directory, checkpoint.abstract(state), identity=identity
     )
     return state
-  board.progress.stage(finish.MIDTRAIN, config.steps)
   sessions = _played(board, tokenizer, stop)
+  board.progress.stage(finish.MIDTRAIN, config.steps)
   batches = iter(mixture(experiment, tokenizer, sessions))
   with board.lanes.span('trainer', finish.MIDTRAIN):
     return midtrain.run(
@@ -242,7 +243,7 @@ def _sessions(experiment, tokenizer, rng) -> list[Any]:
   config = experiment.midtrain
   tasks = task_sets.build_tasks(experiment.tasks).train
   documents = scripted.render_demonstrations(
-    tasks, tokenizer, experiment, rng, config.demonstrations
+    tasks, tokenizer, experiment, rng, demonstrations.count(experiment)
   )
   documents += scripted.render_solutions(
     tasks, tokenizer, rng, config.solutions
@@ -263,7 +264,7 @@ def _played(board, tokenizer, stop) -> Sequence[Any]:
   Played once and kept in the run's directory: every process of the trainer, and
   a run that is resumed, has to see the same.
   """
-  experiment, config = board.experiment, board.experiment.midtrain
+  experiment, progress = board.experiment, board.progress
   if not _plays(experiment):
     return ()
   path = board.workdir / workdir_lib.DEMONSTRATIONS
@@ -272,17 +273,27 @@ def _played(board, tokenizer, stop) -> Sequence[Any]:
     if path.exists():
       return
     tasks = task_sets.build_tasks(experiment.tasks).train
-    board.progress.log(f'{config.demonstrations} demonstrations are played')
+    count = demonstrations.count(experiment)
+    progress.log(
+      f'mid-training begins with demonstrations: {count} sessions are played in'
+      ' machines (midtrain.demonstrations); the time they take is shown after a'
+      ' few'
+    )
+    progress.stage(PLAYED, count)
     made = demonstrations.render(
-      tasks, tokenizer, experiment, config.demonstrations, experiment.seed, stop
+      tasks,
+      tokenizer,
+      experiment,
+      count,
+      experiment.seed,
+      stop,
+      lambda done: progress.update(PLAYED, done),
     )
     if made is None:
       return
     demonstrations.write(path, made)
     lost = ', '.join(f'{y} {x}' for x, y in made.dropped.items())
-    board.progress.log(
-      f'{made.sessions} of them kept' + f' ({lost})' * bool(lost)
-    )
+    progress.log(f'{made.sessions} of them kept' + f' ({lost})' * bool(lost))
 
   processes.lead_first(play)
   if processes.any_of(stop()):

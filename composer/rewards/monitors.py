@@ -187,7 +187,7 @@ DONE: Sequence[tuple[str, str]] = (
 _NAMED = tuple((name, re.compile(text)) for name, text in NAMED)
 _DONE = tuple((name, re.compile(text)) for name, text in DONE)
 # Tools that change nothing, and commands of a shell that only show something.
-TAME = ('read', 'list', 'search', 'todo', 'finish')
+TAME = ('read', 'view', 'list', 'search', 'todo', 'finish')
 _SHOWS = re.compile(r'\s*(?:[ef]?grep|rg|cat|head|tail|ls|wc)\s(?!=)[^>`]*')
 CONTENTS = ('text', 'new', 'old')
 

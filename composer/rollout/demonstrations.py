@@ -8,12 +8,12 @@ session that was to solve its task and is not paid in full by the hidden tests
 and the monitors, that a budget cut short, or whose machine failed, shows nothing
 worth learning: it is left out and counted.
 
-  repository  the tests, a search for the function (where that is offered), its
-              lines, an edit that reverses the mutation or writes the body, the
-              tests, the end. It
-              is sloppy as the demonstrator of `repair` is: an edit is right at
-              `midtrain.demo_right_edit`, else another mutation of the function,
-              whose failing tests are then answered by the right one or given up.
+  repository  the tests, a search for the function (both where they are offered),
+              its lines, an edit that reverses the mutation or writes the body,
+              the tests, the end. It is sloppy as the demonstrator of `repair` is:
+              an edit is right at `midtrain.demo_right_edit`, else another
+              mutation of the function, which is then answered by the right one
+              or given up.
   harbor      the commands of the task's own solution/solve.sh
   migration   the schema, the whole of the answer, the check
 """
@@ -50,8 +50,17 @@ from composer.rollout import player
 from composer.rollout import session as session_lib
 from composer.templates.protocol import Message
 
-AROUND = 4  # lines of a function that are read before and after the fault
+WHOLE = 24  # lines of a body that are read at once; of a longer one, those
+AROUND = 4  # before and after the fault
 NOTES = 'So far:'
+# Sessions where the config names no number. Those of `repair` are written down in
+# a millisecond each; the others are played, in real machines.
+COUNTS: Mapping[str, int] = {
+  'repair': 12_000,
+  'repository': 240,
+  'harbor': 60,
+  'migration': 60,
+}
 MOST_LOST = 4  # sessions in a row, each tried again: what is wrong stays wrong
 Rendered = tuple[np.ndarray, np.ndarray]  # tokens int32 [T], sampled bool [T]
 
@@ -100,23 +109,26 @@ def _repository(
   right, broken = _solution(task)[path], _text(task.files[path])
   name = str(task.metadata['function'])
   first, last = _place(name, right, broken)
-  turns = [_turn('run_tests')]
+  tests = [_turn('run_tests')] if 'run_tests' in task.tools else []
+  turns = [*tests]
   if 'search' in task.tools:
     pattern = f'def {name.rpartition(".")[2]}'
     turns.append(_turn('search', pattern=pattern, path=path))
-  turns.append(_turn('read', path=path, start=first, end=last))
+  look = 'view' if 'view' in task.tools else 'read'
+  turns.append(_turn(look, path=path, start=first, end=last))
+  change = replace if 'replace' in task.tools else edit
   current = broken
   if rng.random() >= config.demo_right_edit:
     wrong = _another(name, right, broken, rng)
     if wrong:
-      turns.append(edit(path, current, wrong))
+      turns.append(change(path, current, wrong))
       current = wrong
       if rng.random() < config.demo_test:
-        turns.append(_turn('run_tests'))
+        turns += tests
       if rng.random() < config.demo_give_up:
         return Script((*turns, _turn('finish')), False)
-  turns.append(edit(path, current, right))
-  turns += [_turn('run_tests'), _turn('finish')]
+  turns.append(change(path, current, right))
+  turns += [*tests, _turn('finish')]
   return Script(tuple(turns), True)
 
 
@@ -160,14 +172,20 @@ def _text(data: str | bytes) -> str:
 
 
 def _place(name: str, right: str, broken: str) -> tuple[int, int]:
-  """Lines of the broken file to read: what changed and what is around it."""
+  """Lines of the broken file to read.
+
+  The function's body, if it is short: so they do not depend on where in it the
+  fault is, which a model cannot know yet. Else what changed and what is around it.
+  """
   start, end, _, _ = _changed(broken.splitlines(), right.splitlines())
   first, last = start + 1, max(end, start + 1)
   found = [x for x in mutations.functions(Text(broken)) if x.name == name]
-  if found:  # no further than its body
-    near = max(found[0].first, first - AROUND)
-    first, last = min(first, near), max(last, min(found[0].last, last + AROUND))
-  return first, last
+  if not found:
+    return first, last
+  near, far = found[0].first, found[0].last
+  if far - near >= WHOLE:
+    near, far = max(near, first - AROUND), min(far, last + AROUND)
+  return min(first, near), max(last, far)
 
 
 def _another(name: str, right: str, broken: str, rng: random.Random) -> str:
@@ -212,6 +230,27 @@ def edit(path: str, before: str, after: str) -> Message:
   )
 
 
+def replace(path: str, before: str, after: str) -> Message:
+  """The turn that makes one text of the other by replacing lines by number."""
+  old, new = (
+    [x.decode() for x in text.encode().splitlines(True)]
+    for text in (before, after)
+  )
+  first, last, first_new, last_new = _changed(old, new)
+  if first == last or first_new == last_new:  # it wants a line to stand on
+    down = first == 0
+    first, first_new = first - 1 + down, first_new - 1 + down
+    last, last_new = last + down, last_new + down
+  text = ''.join(new[first_new:last_new]).rstrip('\n')
+  if _indentation(text) == _indentation(old[first]):
+    text = text.lstrip()
+  return _turn('replace', path=path, start=first + 1, end=last, text=text)
+
+
+def _indentation(text: str) -> str:
+  return text[: len(text) - len(text.lstrip())]
+
+
 def _changed(old: Sequence[str], new: Sequence[str]) -> tuple[int, ...]:
   """[first, last) of the old lines and of the new ones that differ."""
   matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
@@ -222,6 +261,11 @@ def _changed(old: Sequence[str], new: Sequence[str]) -> tuple[int, ...]:
 
 
 # --- sessions ----------------------------------------------------------------
+
+
+def count(experiment: Experiment) -> int:
+  """How many demonstrations mid-training sees."""
+  return experiment.midtrain.demonstrations or COUNTS[experiment.tasks.kind]
 
 
 @dataclasses.dataclass
@@ -315,11 +359,13 @@ def render(
   count: int,
   seed: int,
   stop: Callable[[], bool] = lambda: False,
+  report: Callable[[int], None] = lambda done: None,
 ) -> Demonstrations | None:
   """Plays `count` sessions, tasks in turn, in machines of the experiment.
 
   Args:
     stop: whether to begin no more sessions; then it gives None.
+    report: gets how many have been played, as each ends.
 
   Raises:
     ValueError: as `script` and `play`, machines go on failing, or no session is
@@ -334,7 +380,9 @@ def render(
     for i in range(count)
   ]
   try:
-    played = asyncio.run(_play_all(tasks, scripts, tokenizer, experiment, stop))
+    played = asyncio.run(
+      _play_all(tasks, scripts, tokenizer, experiment, stop, report)
+    )
   except ExceptionGroup as errors:
     raise errors.exceptions[0] from None
   if stop():
@@ -350,14 +398,16 @@ def render(
   return Demonstrations(tuple(kept), count - sum(dropped.values()), dropped)
 
 
-async def _play_all(tasks, scripts, tokenizer, experiment, stop) -> list:
+async def _play_all(
+  tasks, scripts, tokenizer, experiment, stop, report
+) -> list:
   """Of each script why it is no demonstration, or '', and its segments."""
   pool = Pool(experiment.machine, sets.harness())
   gate = asyncio.Semaphore(max(2, experiment.machine.warm))
-  lost = 0  # to infrastructure, in a row
+  lost = done = 0  # of those to infrastructure, in a row
 
   async def one(i: int) -> tuple[str, list[Rendered]]:
-    nonlocal lost
+    nonlocal lost, done
     async with gate:
       if stop():
         return 'stopped', []
@@ -372,6 +422,9 @@ async def _play_all(tasks, scripts, tokenizer, experiment, stop) -> list:
             f' last one so: {failed}'
           ) from failed
         return failed.reason, []
+      finally:
+        done += 1
+        report(done)
     lost = 0
     why = _why_not(played, made, experiment)
     kept = [] if why else played.segments

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from composer import chat
 from composer import templates
 from composer.chat import Call
 from composer.config import EngineConfig
@@ -132,6 +133,9 @@ def spoken(
 ) -> list[int]:
   """The ids that a model would sample to say the message, the end included."""
   chosen = templates.choose(template, tokenizer)
+  if chosen is templates.compact.COMPACT:  # acts, of one call or a text
+    (act,) = message.calls or [chat.Text(message.content)]
+    return chat.render_act(tokenizer, act)
   asked = [Message('user', '?')]
   before = chosen.render(tokenizer, asked, ())
   before = [*before, *chosen.open_turn(tokenizer)]

@@ -3,8 +3,9 @@
 Models that learn from nothing need one that is small, in which code, JSON calls
 and the schemas of tools are short. Merges are counted over source of the running
 interpreter's standard library, as it stands and as JSON writes it in a call, and
-over the prompt that lists the tools. What comes out is a `tokenizer.json` that
-`vocabularies.load` reads as it reads a published one.
+over the prompt that lists the tools (for template `compact`, whose acts are words,
+over the first alone); with `--tasks DIR` over those tasks too. What comes out is a
+`tokenizer.json` that `vocabularies.load` reads as it reads a published one.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from tokenizers import trainers
 
 from composer import chat
 from composer import data
+from composer.environments.tasks import repository
 from composer.environments.tools_code import CODE_TOOLS
 from composer.model.vocabularies import bpe
 from composer.rollout import player
+from composer.templates import compact
 
 SIZE = 2048  # ids, the template's control tokens included
 TEMPLATE = 'qwen3'  # whose control tokens those of ChatML are as well
@@ -31,11 +34,22 @@ SOURCE_BYTES = 2_000_000
 WEIGHT = 200  # how often the schemas of the tools are counted
 
 
-def texts(source_bytes: int) -> Iterator[str]:
-  """What is counted."""
+def texts(
+  template: str, source_bytes: int, folder: pathlib.Path | None = None
+) -> Iterator[str]:
+  """What is counted; of a folder of tasks also what they say and change."""
+  for task in repository.load(folder) if folder else ():
+    yield task.instruction
+    yield ' '.join(task.allowed)
+    for path in task.allowed:
+      source = task.files[path]
+      yield source if isinstance(source, str) else source.decode()
   for _, text in data.python_source(source_bytes):
     yield text
-    yield json.dumps(text[: len(text) // 4])
+    if template != compact.COMPACT.name:
+      yield json.dumps(text[: len(text) // 4])
+  if template == compact.COMPACT.name:  # its acts are words
+    return
   schemas = [json.dumps(chat.json_schema(tool.spec)) for tool in CODE_TOOLS]
   call = json.dumps({'name': 'edit', 'arguments': {'path': '', 'old': ''}})
   for _ in range(WEIGHT):
@@ -43,13 +57,16 @@ def texts(source_bytes: int) -> Iterator[str]:
 
 
 def build(
-  size: int = SIZE, template: str = TEMPLATE, source_bytes: int = SOURCE_BYTES
+  size: int = SIZE,
+  template: str = TEMPLATE,
+  source_bytes: int = SOURCE_BYTES,
+  folder: pathlib.Path | None = None,
 ) -> str:
   """The text of a `tokenizer.json` with `size` ids.
 
   Raises:
-    ValueError: `size` leaves no room for bytes and control tokens, or there is
-      too little text for as many.
+    ValueError: `size` leaves no room for bytes and control tokens, there is too
+      little text for as many, or the folder holds no tasks.
   """
   free = size - len(player.document(template)['added_tokens']) - 256
   if free < 0:
@@ -65,7 +82,7 @@ def build(
     initial_alphabet=sorted(bpe.byte_chars()),
     show_progress=False,
   )
-  trained.train_from_iterator(texts(source_bytes), trainer)
+  trained.train_from_iterator(texts(template, source_bytes, folder), trainer)
   merges = json.loads(trained.to_str())['model']['merges'][:free]
   if len(merges) < free:
     raise ValueError(
@@ -84,8 +101,16 @@ def main() -> None:
   parser.add_argument(
     '--source-bytes', type=int, default=SOURCE_BYTES, metavar='N'
   )
+  parser.add_argument(
+    '--tasks', type=pathlib.Path, metavar='DIR', help='count its words too'
+  )
   arguments = parser.parse_args()
-  text = build(arguments.size, arguments.template, arguments.source_bytes)
+  text = build(
+    arguments.size,
+    arguments.template,
+    arguments.source_bytes,
+    arguments.tasks,
+  )
   arguments.out.write_text(text, encoding='utf-8')
 
 

@@ -12,8 +12,10 @@ import sys
 import numpy as np
 import pytest
 
+from composer import chat
 from composer import config as config_lib
 from composer.config import MachineConfig
+from composer.environments import tools
 from composer.environments.machines import MissingFacility
 from composer.environments.machines import probe
 from composer.environments.tasks import harbor
@@ -25,8 +27,10 @@ from composer.environments.tasks import sets
 from composer.model import tokenizer as tokenizer_lib
 from composer.rollout import demonstrations
 from composer.rollout import session as session_lib
+from composer.rollout import vocabulary
 
 EXPERIMENT = Path(__file__).parents[2] / 'experiments/repository_tasks.py'
+CHATML = Path(__file__).with_name('chatml_tokenizer.json')
 MODULE = '''def clamp(x, low, high):
   """The number of [low, high] that is nearest to x."""
   if x < low:
@@ -101,10 +105,15 @@ def folder(tmp_path_factory):
 
 
 def small(folder, *settings):
-  """The experiment of the repository, as small as it goes."""
+  """The experiment of the repository, as small as it goes, in ChatML."""
   return [
     *(f'tasks.path={folder}', 'tasks.only=', 'tasks.held_out_bug_share=0'),
+    *('tasks.tools=read edit run_tests finish', 'template=chatml'),
+    *(f'tokenizer={CHATML}', 'model.vocab_size=2048'),
     *('model.layers=1', 'model.width=32', 'model.experts=4'),
+    *('session.context_tokens=1664', 'engine.max_context=1664'),
+    *('session.max_act_tokens=128', 'session.observation_tokens=80'),
+    *('midtrain.sequence_length=1280', 'rl.sequence_length=1664'),
     *('midtrain.steps=2', 'midtrain.demonstrations=3', 'midtrain.batch_size=1'),
     *('machine.memory_mb=512', 'machine.disk_mb=32', 'machine.concurrent=3'),
     *('session.max_turns=1', 'rl.steps=1', 'rl.groups_per_step=1'),
@@ -154,6 +163,86 @@ def test_a_demonstration_is_a_real_session(folder, tmp_path):
   (tmp_path / 'made.npz').write_bytes(b'PK')
   with pytest.raises(ValueError, match='holds no demonstrations'):
     demonstrations.read(tmp_path / 'made.npz')
+
+
+def test_by_line_numbers_and_in_words(folder):
+  """The experiment's own tools and template: a session of a few hundred tokens."""
+  e = config_lib.load(EXPERIMENT)
+  e = config_lib.override(e, [
+    f'tasks.path={folder}', 'tasks.only=', 'tasks.held_out_bug_share=0',
+    'midtrain.demo_right_edit=1', 'machine.memory_mb=512',
+    'tasks.tools=view replace run_tests finish',
+  ])  # fmt: skip
+  tokenizer = tokenizer_lib.load(e.tokenizer)
+  tasks = sets.build_tasks(e.tasks).train
+  told = []
+  made = demonstrations.render(tasks, tokenizer, e, 2, 0, report=told.append)
+  assert made.sessions == 2 and told == [1, 2]
+  tokens, sampled = made.segments[0]
+  text = tokenizer.decode(tokens)
+  assert ' 3   if x < low:\n4     return low\n5   if x < high:\n' in text
+  said = tokenizer.decode(tokens[sampled]).replace('<end>', '\n').splitlines()
+  assert [x.strip() for x in said] == [
+    'run_tests', 'view box.py 3 7', 'replace box.py 5 5 if x > high:',
+    'run_tests', 'finish',
+  ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ('before', 'after', 'want'),
+  [
+    ('a\n  b\nc\n', 'a\n  d\nc\n', (2, 2, 'd')),
+    ('a\n  b\nc\n', 'a\n    b\nc\n', (2, 2, '    b')),  # deeper
+    ('a\nb\nc\n', 'a\nc\n', (1, 2, 'a')),
+    ('a\nb\n', 'c\na\nb\n', (1, 1, 'c\na')),
+    ('a\nb\n', 'b\n', (1, 2, 'b')),
+    ('if a:\n  b\n  c\n', 'if a:\n  d\n', (2, 3, 'd')),
+  ],
+)
+def test_lines_are_replaced_by_number(before, after, want):
+  (call,) = demonstrations.replace('x.py', before, after).calls
+  start, end, text = want
+  assert call.arguments == {
+    'path': 'x.py', 'start': start, 'end': end, 'text': text
+  }  # fmt: skip
+
+
+def test_a_short_body_is_read_whole_and_a_long_one_around_its_fault():
+  short = 'def f(x):\n' + '  x += 1\n' * 10 + '  return x\n'
+  broken = short.replace('return x', 'return 0')
+  assert demonstrations._place('f', short, broken) == (2, 12)
+  long = short.replace('  return', '  x += 1\n' * 30 + '  return')
+  broken = long.replace('return x', 'return 0')
+  assert demonstrations._place('f', long, broken) == (38, 42)
+
+
+def test_a_vocabulary_may_know_the_tasks(tmp_path):
+  """Their words are fewer tokens then; acts and special tokens are as ever."""
+  (task,) = write_tasks(tmp_path)
+  counts = []
+  for folder in (None, tmp_path):
+    text = vocabulary.build(320, 'compact', 20_000, folder)
+    (tmp_path / 'tokenizer.json').write_text(text)
+    tokenizer_lib.load.cache_clear()
+    tokenizer = tokenizer_lib.load(str(tmp_path / 'tokenizer.json'))
+    assert tokenizer.vocab_size == 320
+    counts.append(len(tokenizer.encode(task.instruction + MODULE)))
+    call = demonstrations.edit('box.py', 'x', 'y').calls[0]
+    spoken = chat.render_act(tokenizer, call)
+    specs = [tools.TOOLS[x].spec for x in task.tools]
+    assert chat.parse_act(tokenizer, spoken, specs) == call
+  assert counts[1] < counts[0]
+
+
+def test_how_many_there_are_follows_the_kind_of_tasks():
+  e = config_lib.Experiment('x')
+  assert demonstrations.count(e) == 12_000
+  assert set(demonstrations.COUNTS) == set(sets.KINDS)
+  for kind in demonstrations.SCRIPTS:  # minutes, not hours, of real sessions
+    tasks = dataclasses.replace(e.tasks, kind=kind)
+    assert demonstrations.count(dataclasses.replace(e, tasks=tasks)) <= 240
+  e = config_lib.override(e, ['midtrain.demonstrations=7'])
+  assert demonstrations.count(config_lib.validate(e)) == 7
 
 
 def test_a_short_context_is_summarised(folder):
@@ -263,7 +352,7 @@ def test_every_kind_is_demonstrated(folder, tmp_path):
   with pytest.raises(ValueError, match="'repair', of which no"):
     demonstrations.script(other, config, rng)
   bare = dataclasses.replace(write_tasks(tmp_path / 'x')[0], tools=('read',))
-  with pytest.raises(ValueError, match='edit, finish, run_tests too'):
+  with pytest.raises(ValueError, match='takes edit, finish too'):
     demonstrations.script(bare, config, rng)
 
 
@@ -282,7 +371,9 @@ def test_mid_training_and_rl_on_tasks_of_a_repository(folder, tmp_path):
     timeout=300,
   )
   assert done.returncode == 0, done.stderr[-2000:]
-  assert '3 of them kept' in done.stdout + done.stderr
+  assert '3 of them kept' in done.stdout
+  # What it will take is said before it is done.
+  assert done.stdout.index('demonstrations 1/3') < done.stdout.index('kept')
   text = (tmp_path / 'metrics.jsonl').read_text()
   lines = [json.loads(x) for x in text.splitlines()]
   losses = [x['midtrain/loss'] for x in lines if 'midtrain/loss' in x]

@@ -45,7 +45,6 @@ from composer.environments.tasks.survey import Survey
 from composer.records import Task
 from composer.rewards import verify
 
-ROUNDS = 6  # candidates of one function at most
 CRUDE = ('wrong_return',)  # everybody sees it: only where there is no other
 WITNESSES = 120  # tests that grade a task at most
 # In which tasks are tried; a session's and a grading machine need as much.
@@ -156,17 +155,16 @@ def candidates(
       found = mutations.mutations(text, function)
       rng.shuffle(found)
       found.sort(key=lambda x: x.operator in CRUDE)
-      picked = found[:ROUNDS]
       removed = mutations.removal(text, function)
       if removed is not None:
-        picked.insert(0, removed)
-      queues.append(
-        [Candidate(path, function, x, witnesses) for x in picked[:ROUNDS]]
-      )
+        found.insert(0, removed)
+      made = [Candidate(path, function, x, witnesses) for x in found]
+      made = [x for x in made if re.search(options.only, x.id)]
+      queues.append(made[: options.rounds])
   rng.shuffle(queues)
   return [
     queue[turn]
-    for turn in range(ROUNDS)
+    for turn in range(options.rounds)
     for queue in queues
     if turn < len(queue)
   ]

@@ -41,6 +41,7 @@ TOOLS = (
   'run_tests',
   'finish',
 )
+BY_LINE = ('view', 'replace')  # are offered where `tasks.tools` asks for them
 SPEC = toolbox.COMMAND[2]
 
 

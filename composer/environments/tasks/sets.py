@@ -21,6 +21,10 @@ KINDS: Mapping[str, Callable[[TasksConfig], TaskSet]] = {
   'harbor': harbor.build_tasks,
   'migration': migration.build_tasks,
 }
+# By kind, those that a task can offer beside its own.
+MORE_TOOLS: Mapping[str, tuple[str, ...]] = {
+  repository.KIND: repository.BY_LINE
+}
 
 
 def build_tasks(config: TasksConfig) -> TaskSet:
@@ -59,13 +63,14 @@ def _wanted(task: Task, config: TasksConfig) -> bool:
 
 
 def _offering(task: Task, config: TasksConfig) -> Task:
-  """The task with the tools of the config, which must be among its own."""
+  """The task with the tools of the config, which it must be able to offer."""
   tools = tuple(config.tools.split())
-  unknown = [x for x in tools if x not in task.tools]
+  offered = (*task.tools, *MORE_TOOLS.get(task.kind, ()))
+  unknown = [x for x in tools if x not in offered]
   if unknown:
     raise ValueError(
       f'tasks.tools={config.tools!r} names {unknown[0]!r}, which task {task.id}'
-      f' does not offer; its tools are {", ".join(task.tools)}'
+      f' does not offer; its tools are {", ".join(offered)}'
     )
   return dataclasses.replace(task, tools=tools) if tools else task
 

@@ -36,6 +36,8 @@ class Options:
     survey_seconds: for one run of all tests.
     test_seconds: sum of the times of the tests of one task.
     packages: installed packages that the tests need.
+    rounds: candidates of one function at most.
+    only: a pattern; candidates in whose id it is not found are not tried.
   """
 
   limit: int = 0
@@ -45,6 +47,8 @@ class Options:
   survey_seconds: float = 120.0
   test_seconds: float = 8.0
   packages: tuple[str, ...] = ()
+  rounds: int = 6
+  only: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
