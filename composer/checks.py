@@ -47,6 +47,11 @@ def check_model(model: config.ModelConfig) -> None:
     f' model.yarn.beta_fast={yarn.beta_fast}',
     'fast frequencies turn more often, exchange them',
   )
+  require(
+    model.mtp_layers <= 1,
+    f'model.mtp_layers={model.mtp_layers}',
+    'one layer drafts, run once for each token that it drafts; use 0 or 1',
+  )
 
 
 def _check_grouped_attention(model: config.ModelConfig) -> None:
@@ -333,4 +338,12 @@ def check_lengths(experiment: config.Experiment) -> None:
     f'engine.pages={engine.pages} does not hold one sequence of'
     f' engine.max_context={engine.max_context} tokens',
     f'use {pages} or more',
+  )
+
+
+def check_drafts(experiment: config.Experiment) -> None:
+  require(
+    experiment.engine.draft != 'mtp' or experiment.model.mtp_layers > 0,
+    "engine.draft='mtp' with model.mtp_layers=0",
+    'give the model the layer that drafts (1), or draft by ngram',
   )

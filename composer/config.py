@@ -77,6 +77,7 @@ class ModelConfig:
   yarn: YarnConfig = YarnConfig()
   norm_eps: float = 1e-5
   tie_embeddings: bool = False
+  mtp_layers: int = 0  # 1: a layer behind the last drafts (`model/mtp.py`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +114,16 @@ class MidtrainConfig:
   max_grad_norm: float = 1.0
   weight_decay: float = 0.0
   router_bias_rate: float = 1e-2  # step of the selection bias towards balance
-  demonstrations: int = 12_000  # sessions; played, if tasks need machines
+  demonstrations: int = 0  # sessions; 0: as many as the kind of tasks bears
   solutions: int = 3_000  # functions without a bug, as plain documents
   demo_right_edit: float = 0.3  # how often the scripted agent edits right
   demo_test: float = 0.5  # how often it tests after an edit
   demo_give_up: float = 0.3  # chance a turn that it submits early
   source_bytes: int = 2_000_000  # of standard library read at most
+  mtp_depth: int = 1  # tokens further that `model.mtp_layers` learns to predict
+  mtp_weight: float = 0.1  # of its loss; 0 does not train it
+  mtp_start: int = 0  # steps before it is trained
+  mtp_joint: bool = False  # whether its loss moves the model as well
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +168,9 @@ class EngineConfig:
   max_context: int = 192  # tokens of one sequence
   run_ahead: int = 0  # decode steps a dispatch; 0: 1 on a CPU, 16 elsewhere
   on_new_weights: str = 'continue'  # on older keys and values; or 'restart'
-  draft: str = ''  # or 'ngram': what proposes tokens for one verifying step
+  draft: str = (
+    ''  # 'ngram' or 'mtp': what proposes tokens that one step verifies
+  )
   draft_tokens: int = 4  # proposed at most a sequence and step
 
 
@@ -589,7 +596,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     'kimi-k2.5',
   ),
   'engine.on_new_weights': ('continue', 'restart'),
-  'engine.draft': ('', 'ngram'),
+  'engine.draft': ('', 'ngram', 'mtp'),
   'tasks.kind': ('repair', 'repository', 'harbor', 'migration'),
   **{
     f'reward.monitors.{field.name}': ('zero', 'penalise', 'report')
@@ -616,9 +623,13 @@ MAY_BE_ZERO = frozenset(
     'model.value_dim',
     'model.shared_experts',
     'model.yarn.mscale_all_dim',
+    'model.mtp_layers',
     'midtrain.steps',
+    'midtrain.mtp_weight',
+    'midtrain.mtp_start',
     'midtrain.warmup_steps',
     'midtrain.weight_decay',
+    'midtrain.demonstrations',
     'midtrain.router_bias_rate',
     'engine.run_ahead',
     'tasks.seed',
@@ -689,6 +700,7 @@ def validate(experiment: Experiment) -> Experiment:
   checks.check_rl(experiment)
   checks.check_lengths(experiment)
   checks.check_rows(experiment)
+  checks.check_drafts(experiment)
   return experiment
 
 

@@ -8,6 +8,10 @@ One step, in four moves:
 4. the router's selection bias moves a fixed step towards equal load, outside
    of the gradient (Wang et al., 2024, "Auxiliary-loss-free load balancing").
 
+With `model.mtp_layers` a layer that drafts learns beside the model, from step
+`midtrain.mtp_start` on (`model/mtp.py`). Unless `midtrain.mtp_joint`, the model
+moves as it would without it, bit for bit.
+
 The supervised stage is the same with a mask (`data.midtraining(sampled_only)`).
 There is no rollout to agree with, so the numerics are `fast`.
 """
@@ -33,6 +37,7 @@ from composer import mesh as mesh_lib
 from composer import optim
 from composer import params as params_lib
 from composer import records
+from composer.model import mtp
 from composer.model import parallel
 from composer.model import transformer
 
@@ -87,6 +92,12 @@ def loss_fn(
   """
   if layout is None:
     params = params_lib.as_computed(transformer.spec(config), params)
+  loss, output = _next_tokens(params, batch, config, numerics, layout)
+  return loss, output.load
+
+
+def _next_tokens(params, batch, config, numerics, layout=None):
+  """(loss, `Output`) of parameters in the form that is computed with."""
   tokens = batch['tokens']  # [B, T]
   output = transformer.forward(
     params,
@@ -107,7 +118,52 @@ def loss_fn(
     jnp.ones(tokens.shape, jnp.float32),
     layout,
   )
-  return next_token_loss(logprobs, batch['loss_mask'], layout), output.load
+  return next_token_loss(logprobs, batch['loss_mask'], layout), output
+
+
+def loss_with_drafts(
+  params: records.Params,
+  batch: Mapping[str, Array],
+  step: Array,
+  config: config_lib.ModelConfig,
+  numerics: config_lib.NumericsConfig,
+  stage: config_lib.MidtrainConfig,
+) -> tuple[Array, tuple[Array, Array, mtp.Distilled]]:
+  """The loss of `loss_fn`, and the weighted one of the layer that drafts.
+
+  Before `stage.mtp_start` drafts are not computed, and all of theirs is 0.
+
+  Args:
+    params, batch, config, numerics: see `loss_fn`.
+    step: int32 [], how many were done before this one.
+    stage: static.
+
+  Returns:
+    (the sum of both [], (that of `loss_fn` [], load [L, E], of the drafts)).
+  """
+  params = params_lib.as_computed(transformer.spec(config), params)
+  loss, output = _next_tokens(params, batch, config, numerics)
+
+  def distil(params, hidden):
+    return mtp.distil(
+      params,
+      config,
+      numerics,
+      hidden,
+      batch,
+      stage.mtp_depth,
+      detach=not stage.mtp_joint,
+    )
+
+  def nothing(*arguments):
+    shapes = jax.eval_shape(distil, *arguments)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+  drafts = jax.lax.cond(
+    step >= stage.mtp_start, distil, nothing, params, output.hidden
+  )
+  total = loss + stage.mtp_weight * drafts.loss
+  return total, (loss, output.load, drafts)
 
 
 def _spread_gradient(config, numerics, layout, params, batch):
@@ -144,22 +200,33 @@ def balance(bias: Array, load: Array, rate: float) -> Array:
   return bias + rate * jnp.sign(gap)
 
 
-def balance_params(params: Any, load: Array, rate: float) -> Any:
-  """`params` with every selection bias moved; the rest as it is."""
+def balance_params(
+  params: Any, load: Array, rate: Array | float, drafts: Array | None = None
+) -> Any:
+  """`params` with every selection bias moved; the rest as it is.
+
+  `load` is that of the model's layers, `drafts` [1, E] that of `mtp`, whose
+  bias stays where it is None.
+  """
 
   def move(path, leaf):
-    return balance(leaf, load, rate) if optim.group(path) == 'frozen' else leaf
+    own = drafts if optim.drafts(path) else load
+    if optim.group(path) != 'frozen' or own is None:
+      return leaf
+    return balance(leaf, own, rate)
 
   return jax.tree_util.tree_map_with_path(move, params)
 
 
 def make_optimizer(
-  config: config_lib.MidtrainConfig,
+  config: config_lib.MidtrainConfig, mtp: bool = False
 ) -> optax.GradientTransformation:
+  """`mtp`: whether there is a layer that drafts, and it learns."""
   return optim.adam(
     learning_rate(config),
     max_grad_norm=config.max_grad_norm,
     weight_decay=config.weight_decay,
+    mtp=mtp,
   )
 
 
@@ -173,11 +240,12 @@ def init_state(
   params: records.Params, config: config_lib.MidtrainConfig, key: Array
 ) -> records.TrainState:
   """The state that the stage starts from: step 0, version 0."""
+  optimizer = make_optimizer(config, 'mtp' in params and config.mtp_weight > 0)
   return records.TrainState(
     step=jnp.zeros((), jnp.int32),
     version=jnp.zeros((), jnp.int32),
     params=params,
-    opt_state=make_optimizer(config).init(params),
+    opt_state=optimizer.init(params),
     rng=key,
   )
 
@@ -192,16 +260,36 @@ def make_train_step(
 
   With a layout, state and batch lie over its mesh, and a layer is gathered when
   it computes; without one, wherever they lie, XLA decides.
+
+  Raises:
+    ValueError: a layer that drafts would have to learn over a layout.
   """
-  optimizer, rate = make_optimizer(config), learning_rate(config)
+  drafting = bool(model.mtp_layers) and config.mtp_weight > 0
+  if drafting and layout is not None:
+    raise ValueError(
+      f'model.mtp_layers={model.mtp_layers} is trained where a device computes a'
+      f' step whole, and there are {layout.mesh.size}; set midtrain.mtp_weight=0'
+      ' to leave it as it is, or train on one'
+    )
+  optimizer, rate = make_optimizer(config, drafting), learning_rate(config)
   gradient = functools.partial(
     jax.value_and_grad(loss_fn, has_aux=True), config=model, numerics=numerics
   )
   if layout is not None:
     gradient = functools.partial(_spread_gradient, model, numerics, layout)
 
+  def losses(state, batch):
+    if not drafting:
+      (loss, load), grads = gradient(state.params, batch)
+      return loss, load, None, grads
+    both = jax.value_and_grad(loss_with_drafts, has_aux=True)
+    (_, (loss, load, drafts)), grads = both(
+      state.params, batch, state.step, model, numerics, config
+    )
+    return loss, load, drafts, _finite_drafts(grads)
+
   def train_step(state, batch):
-    (loss, load), grads = gradient(state.params, batch)
+    loss, load, drafts, grads = losses(state, batch)
     params, opt_state, stats = optim.apply(
       optimizer,
       state.params,
@@ -217,15 +305,35 @@ def make_train_step(
       'load_max': _load_max(load),
       'learning_rate': jnp.asarray(rate(state.step), jnp.float32),
       **stats,
+      **(_of_drafts(drafts) if drafting else {}),
     }
     state = state.replace(
       step=state.step + moved.astype(jnp.int32),
-      params=balance_params(params, load, bias_rate),
+      params=balance_params(
+        params, load, bias_rate, drafts.load if drafting else None
+      ),
       opt_state=opt_state,
     )
     return state, metrics
 
   return jax.jit(train_step, donate_argnums=0)
+
+
+def _finite_drafts(grads: Any) -> Any:
+  """The gradient, that of `mtp` 0 where it is not finite: it skips no step."""
+  finite = jnp.isfinite(optax.tree.norm(grads['mtp']))
+  kept = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), grads['mtp'])
+  return {**grads, 'mtp': kept}
+
+
+def _of_drafts(drafts: mtp.Distilled) -> dict[str, Array]:
+  """Metrics by how many tokens further a draft lies."""
+  found = {}
+  for n in range(len(drafts.kl)):
+    ending = '' if not n else f'_{n + 1}'
+    found[f'mtp_kl{ending}'] = drafts.kl[n]
+    found[f'mtp_accept{ending}'] = drafts.accept[n]
+  return found
 
 
 def _load_max(load: Array) -> Array:

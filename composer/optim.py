@@ -6,6 +6,10 @@ Every parameter belongs to one group, by its name alone:
     vector   not decayed                  norms, biases
     frozen   no gradient, no moments      the router's selection bias
 
+What lies below `mtp` drafts for a model and is no part of it (`model/mtp.py`):
+where it is trained, its gradient has a norm of its own, so that the model moves
+as it would without; elsewhere it is frozen.
+
 The selection bias is no weight: it never enters a gate. Mid-training balances
 it (`midtrain.balance`), reinforcement leaves it as it is.
 
@@ -85,6 +89,11 @@ def group(path: tuple[Any, ...]) -> str:
   return 'matrix'
 
 
+def drafts(path: tuple[Any, ...]) -> bool:
+  """Whether the parameter at a tree path drafts for the model."""
+  return str(getattr(path[0], 'key', '')) == 'mtp' if path else False
+
+
 def groups(params: Any) -> Any:
   """Labels of all parameters, a tree like `params`."""
   return jax.tree_util.tree_map_with_path(lambda path, _: group(path), params)
@@ -98,6 +107,7 @@ def adam(
   b1: float = 0.9,
   b2: float = 0.95,
   eps: float = 1e-8,
+  mtp: bool = False,
 ) -> optax.GradientTransformation:
   """AdamW (Loshchilov & Hutter, 2019) with the groups above.
 
@@ -112,6 +122,7 @@ def adam(
     b1: decay of the first moment.
     b2: decay of the second moment.
     eps: added to the root of the second moment.
+    mtp: whether the parameters below `mtp` are trained, clipped by themselves.
   """
   if max_grad_norm < 0 or weight_decay < 0:
     raise ValueError(
@@ -135,12 +146,19 @@ def adam(
     decayed if weight_decay else optax.identity(),
     optax.scale_by_learning_rate(learning_rate),
   )
+  parts = {'trained': trained, 'frozen': optax.set_to_zero()}
+  if mtp:
+    parts['mtp'] = trained
+
+  def label(path: tuple[Any, ...], _: Any) -> str:
+    if group(path) == 'frozen':
+      return 'frozen'
+    if drafts(path):
+      return 'mtp' if mtp else 'frozen'
+    return 'trained'
+
   return optax.partition(
-    {'trained': trained, 'frozen': optax.set_to_zero()},
-    lambda params: jax.tree.map(
-      lambda label: 'frozen' if label == 'frozen' else 'trained',
-      groups(params),
-    ),
+    parts, lambda params: jax.tree_util.tree_map_with_path(label, params)
   )
 
 
@@ -159,7 +177,8 @@ def apply(
 
   Returns:
     params and opt_state, new or as they were, and float32 scalars: `grad_norm`
-    (before clipping, trained parameters only), `update_norm` and `skipped`.
+    (before clipping, trained parameters only, none below `mtp`), `update_norm`
+    and `skipped`.
   """
   grads = jax.tree_util.tree_map_with_path(
     lambda path, g: (
@@ -169,7 +188,7 @@ def apply(
     ),
     grads,
   )
-  norm = optax.tree.norm(grads)
+  norm = optax.tree.norm(_of_model(grads))
   skip = jnp.asarray(skip) | ~jnp.isfinite(norm) | (norm == 0.0)
   # The branch not taken must stay finite too.
   safe = jax.tree.map(lambda g: jnp.where(skip, jnp.zeros_like(g), g), grads)
@@ -181,7 +200,14 @@ def apply(
 
   stats = {
     'grad_norm': norm,
-    'update_norm': jnp.where(skip, 0.0, optax.tree.norm(updates)),
+    'update_norm': jnp.where(skip, 0.0, optax.tree.norm(_of_model(updates))),
     'skipped': skip.astype(jnp.float32),
   }
   return keep(params, moved), keep(opt_state, moved_state), stats
+
+
+def _of_model(tree: Any) -> Any:
+  """Without what drafts for the model."""
+  if not isinstance(tree, dict) or 'mtp' not in tree:
+    return tree
+  return {name: part for name, part in tree.items() if name != 'mtp'}

@@ -249,3 +249,29 @@ def test_optional_arguments_of_an_act():
 def test_the_todo_list_is_part_of_the_state():
   assert chat.state_text(3, 1) == ' 3 turns left , 1 summaries'
   assert chat.state_text(3, 1, '[ ] a').endswith('summaries\ntodo:\n[ ] a')
+
+
+@pytest.mark.parametrize(
+  'act',
+  [
+    chat.Call('submit', {}),
+    chat.Call('write', {'path': 'a/b.py', 'text': 'x = 1\n  y'}),
+    chat.Call('wait', {'seconds': -3}),
+  ],
+)
+def test_an_act_is_read_as_it_was_rendered(act):
+  """What a demonstration says is what a model would have to sample."""
+  tokens = chat.render_act(TOKENIZER, act)
+  assert tokens[-1] == END
+  assert chat.parse_act(TOKENIZER, tokens, (*TOOLS, WRITE, WAIT)) == act
+
+
+def test_acts_that_words_cannot_say_are_refused():
+  for value in ('two words', ''):
+    act = chat.Call('write', {'path': value, 'text': 'x'})
+    with pytest.raises(ValueError, match="write: path='.*not one word"):
+      chat.render_act(TOKENIZER, act)
+  with pytest.raises(ValueError, match='begins with a space'):
+    chat.render_act(TOKENIZER, chat.Call('write', {'path': 'a', 'text': ' x'}))
+  note = chat.render_act(TOKENIZER, chat.Text('# look again'))
+  assert chat.parse_act(TOKENIZER, note, TOOLS) == chat.Text(' # look again')

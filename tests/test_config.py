@@ -241,6 +241,8 @@ def test_defaults_are_valid():
     (['rl.sequence_length=250'], r'multiple of numerics\.kv_block=16; use 256'),
     (['midtrain.sequence_length=8'], r'numerics\.kv_block=16; use 16'),
     (['engine.max_context=200'], 'use 208'),
+    (['engine.draft=mtp'], r'model\.mtp_layers=0; give the model the layer'),
+    (['model.mtp_layers=2'], 'model.mtp_layers=2; one layer drafts'),
     (['session.context_tokens=176'], r'engine\.max_context=192 does not hold'),
     (['engine.max_context=112'], r'does not hold session\.context_tokens=120'),
     (['rl.sequence_length=176'], r'shorter than engine\.max_context=192'),

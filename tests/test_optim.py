@@ -123,6 +123,28 @@ def test_frozen_bias_has_no_part():
   )
 
 
+@pytest.mark.parametrize('mtp', [False, True])
+def test_what_drafts_moves_by_itself_or_not_at_all(mtp):
+  params = make_params()
+  rate = optim.schedule('constant', 1e-2, 0, 1)
+  optimizer = optim.adam(rate, max_grad_norm=0.5, weight_decay=0.1, mtp=mtp)
+  grads = grads_like(params, 1)
+  beside = {'query': jnp.ones((7, 3)), 'router_bias': jnp.ones(4)}
+  both = {**params, 'mtp': beside}
+  state = optimizer.init(both)
+  shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
+  assert shapes.count((7, 3)) == 2 * mtp
+  more = {**grads, 'mtp': grads_like(beside, 2, 1e3)}
+  moved, _, stats = optim.apply(optimizer, both, state, more)
+  plain = optim.adam(rate, max_grad_norm=0.5, weight_decay=0.1)
+  alone, _, want = optim.apply(plain, params, plain.init(params), grads)
+  own = moved.pop('mtp')
+  jax.tree.map(np.testing.assert_array_equal, moved, alone)
+  assert stats == want
+  assert bool((own['query'] != 1).any()) == mtp
+  np.testing.assert_array_equal(own['router_bias'], 1)
+
+
 @pytest.mark.parametrize('jit', [False, True])
 @pytest.mark.parametrize('cause', ['asked', 'zero', 'nan', 'inf'])
 def test_skipped_step_moves_nothing(cause, jit):

@@ -47,6 +47,7 @@ from pallas_kernels import dispatch
 
 Shape = engine_shapes.Shape
 REPEATS = 3
+PAIRS = 20  # of decode steps with and without recording
 MODES = ('fast', 'aligned', 'bitwise')
 HEADER = (
   'batch     tokens/s  decode/s  of roofline  prompt/s  of products'
@@ -182,7 +183,9 @@ def measure_batch(
 def measure_recording(shape: Shape, numerics, params, batch: int) -> float:
   """Time of decode steps with logprobs and routes, over that without.
 
-  What of it the host does runs beside the device.
+  The median of pairs that run one right after the other, now this one first and
+  now that one, so that what else the machine does meets both. What of recording
+  the host does runs beside the device.
   """
   model, steps, block = shape.model, 8, numerics.kv_block
   config = engine_config(batch, shape.prompt + shape.new, block, 2 * batch)
@@ -204,15 +207,16 @@ def measure_recording(shape: Shape, numerics, params, batch: int) -> float:
 
   cache = transformer.init_cache(model, numerics, config.pages)
   run = jax.jit(run, static_argnums=2, donate_argnums=1)
-  times: dict[bool, list[float]] = {False: [], True: []}
-  for turn in range(2 * REPEATS + 3):
-    for record in times:
+  ratios = []
+  for turn in range(PAIRS + 1):
+    took = {}
+    for record in (False, True) if turn % 2 else (True, False):
       started = time.perf_counter()
       out, cache, _ = run(params, cache, record)
       jax.block_until_ready((out, cache))
-      if turn:
-        times[record].append(time.perf_counter() - started)
-  return float(np.median(times[True]) / np.median(times[False]))
+      took[record] = time.perf_counter() - started
+    ratios.append(took[True] / took[False])
+  return float(np.median(ratios[1:]))  # the first pair compiles
 
 
 def measure_transformers(wanted: Shape, batch: int) -> float | None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
+import itertools
 import json
 import pathlib
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ import numpy as np
 from composer import config as config_lib
 from composer import params as params_lib
 from composer import records
+from composer.bench import mismatch_compile as compile_lib
 from composer.bench import mismatch_inputs as inputs
 from composer.inference import engine as engine_lib
 from composer.model import checkpoints
@@ -94,19 +97,20 @@ def measure_plans(
   modes: Sequence[str] = ALL_MODES,
   timed: tuple[config_lib.EngineConfig, Sequence[inputs.Plan]] | None = None,
   report: Callable[[dict[str, Measured]], None] = lambda found: None,
+  sides: dict[str, Side] | None = None,
+  wait: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Measured]:
   """`measure` of whole sessions, those of a wave at once.
 
   The engine's rate is that of the sessions, or of another engine and batch
   (`timed`), where the first is short of pages on purpose. `report` gets what is
-  found after every mode.
+  found after every mode. `sides` and `wait` are of what is compiled already.
   """
   found = {}
+  sides = sides or _sides(experiment, modes)
   for mode in modes:
-    numerics = dataclasses.replace(experiment.numerics, mode=mode)
-    if experiment.model.kv_lora and mode == 'fast':
-      numerics = dataclasses.replace(numerics, mla='split')
-    changed = dataclasses.replace(experiment, numerics=numerics)
+    changed, step = sides[mode]
+    wait(f'{mode} engine')
     segments, stats, seconds = _sample(changed, params, plans, waves)
     sampled = sum(plan.sampled for plan in plans)
     rate = sampled / seconds
@@ -115,8 +119,9 @@ def measure_plans(
       roomy = dataclasses.replace(changed, engine=config)
       _, _, seconds = _sample(roomy, params, batch, [slice(0, len(batch))])
       rate = sum(plan.sampled for plan in batch) / seconds
-    step = trainer.make_step(changed.model, numerics, changed.rl)
+    wait(f'{mode} score')
     replay, no_replay = _compare(changed, step, params, segments)
+    wait(f'{mode} gradient')
     rates = _trainer_rates(changed, step, params)
     found[mode] = Measured(
       replay=replay,
@@ -133,6 +138,25 @@ def measure_plans(
       },
     )
     report(found)
+  return found
+
+
+class Side(NamedTuple):
+  """A mode's numerics, in the experiment, and the trainer's functions."""
+
+  experiment: config_lib.Experiment
+  step: trainer.Step
+
+
+def _sides(experiment, modes: Sequence[str]) -> dict[str, Side]:
+  found = {}
+  for mode in modes:
+    numerics = dataclasses.replace(experiment.numerics, mode=mode)
+    if experiment.model.kv_lora and mode == 'fast':
+      numerics = dataclasses.replace(numerics, mla='split')
+    changed = dataclasses.replace(experiment, numerics=numerics)
+    step = trainer.make_step(changed.model, numerics, changed.rl)
+    found[mode] = Side(changed, step)
   return found
 
 
@@ -235,32 +259,7 @@ def _trainer_rates(experiment, step, params) -> dict[bool, float]:
 
   The two are timed in turn, and their medians taken.
   """
-  rl, model = experiment.rl, experiment.model
-  shape = (rl.micro_batch, rl.sequence_length)
-  rng = np.random.default_rng(0)
-  zeros = np.zeros(shape, np.float32)
-  layers, k = transformer.moe_layers(model), model.experts_per_token
-  routes = rng.permuted(
-    np.broadcast_to(
-      np.arange(model.experts, dtype=np.int16),
-      (*shape, layers, model.experts),
-    ),
-    axis=-1,
-  )[..., :k]
-  batch = records.Batch(
-    tokens=rng.integers(0, model.vocab_size, shape).astype(np.int32),
-    segment_ids=np.ones(shape, np.int32),
-    positions=np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
-    loss_mask=np.ones(shape, bool),
-    behaviour_logprobs=zeros - 5.0,
-    reference_logprobs=zeros,
-    temperatures=zeros + 1.0,
-    advantages=zeros + 1.0,
-    experts=np.ascontiguousarray(routes),
-    versions=np.zeros(shape, np.int32),
-    weights=zeros + 1.0 / zeros.size,
-    auditable=np.zeros(shape, bool),
-  )
+  batch = compile_lib.blank(experiment)
   masters = params_lib.widen(params)
   native = batch.replace(experts=np.full_like(batch.experts, -1))
   placed = {
@@ -274,7 +273,8 @@ def _trainer_rates(experiment, step, params) -> dict[bool, float]:
       jax.block_until_ready(step.gradient(masters, one))
       if repeat:
         seconds[replay].append(time.perf_counter() - started)
-  return {r: zeros.size / float(np.median(x)) for r, x in seconds.items()}
+  size = batch.tokens.size
+  return {r: size / float(np.median(x)) for r, x in seconds.items()}
 
 
 # --- what is shown -------------------------------------------------------------
@@ -351,6 +351,57 @@ def run(
   Raises:
     ValueError: too few tokens or steps, or no such model or mode.
   """
+  _check(tokens, compute, attention, mode)
+  numerics, rl, extra = _setting(compute, attention)
+  modes, started = (mode,) if mode else ALL_MODES, time.perf_counter()
+  say = lambda line: _say(f'{time.perf_counter() - started:4.0f} s  {line}')  # noqa: E731
+  if checkpoint:
+    model, params = checkpoints.load(checkpoint, dtype=jnp.bfloat16)
+  else:
+    stages = inputs.stages(train_steps, numerics, **extra)
+    model, params = stages[-1].model, None
+  longest = rl.sequence_length
+  experiment = config_lib.Experiment(
+    name='mismatch',
+    model=model,
+    numerics=numerics,
+    engine=inputs.engine_config(longest, numerics),
+    rl=rl,
+  )
+  sides = _sides(experiment, modes)
+  plans = inputs.plans(tokens, model.vocab_size, longest)
+  ahead = compile_lib.ahead(say)
+  try:
+    if params is None:
+      batches = inputs.batches(
+        numerics.kv_block, *(s.config for s in stages[:1])
+      )
+      first = next(batches)
+      _start(ahead, sides, stages, first)
+      batches = itertools.chain([first], batches)
+      params = inputs.trained(stages, batches, say, ahead.wait)
+    else:
+      _start(ahead, sides)
+    device = jax.devices()[0].device_kind
+    say(f'{len(plans):,} sessions, {compute}, {device}')
+    found = measure_plans(
+      experiment,
+      params,
+      plans,
+      inputs.waves(len(plans)),
+      modes,
+      timed=_timed(experiment),
+      report=functools.partial(_report, say, json_path),
+      sides=sides,
+      wait=ahead.wait,
+    )
+  finally:
+    ahead.close()
+  _say(table(found))
+  return 0
+
+
+def _check(tokens: int, compute: str, attention: str, mode: str) -> None:
   if tokens < 1:
     raise ValueError(f'--tokens={tokens}; sample at least 1')
   if compute not in ('bfloat16', 'float32'):
@@ -364,42 +415,44 @@ def run(
     raise ValueError(
       f'--mode={mode} is not known; choose one of {", ".join(ALL_MODES)}'
     )
-  numerics, rl, extra = _setting(compute, attention)
-  longest = rl.sequence_length
-  experiment = config_lib.Experiment(
-    name='mismatch',
-    numerics=numerics,
-    engine=inputs.engine_config(longest, numerics),
-    rl=rl,
-  )
-  if checkpoint:
-    model, params = checkpoints.load(checkpoint, dtype=jnp.bfloat16)
-  else:
-    model, params = inputs.trained(train_steps, numerics, _say, **extra)
-  experiment = dataclasses.replace(experiment, model=model)
-  plans = inputs.plans(tokens, model.vocab_size, longest)
-  _say(f'{len(plans):,} sessions, {compute}, {jax.devices()[0].device_kind}')
 
-  def report(found: dict[str, Measured]) -> None:
-    mode, m = list(found.items())[-1]
-    work = ', '.join(f'{v:,.4g} {k}' for k, v in m.engine.items())
-    _say(f'{mode}: {work}')
-    _say('\n'.join([HEADER, *rows(mode, m)]))
-    if json_path is not None:
-      values = {m: dataclasses.asdict(v) for m, v in found.items()}
-      json_path.write_text(json.dumps(values, indent=2))
 
-  found = measure_plans(
-    experiment,
-    params,
-    plans,
-    inputs.waves(len(plans)),
-    (mode,) if mode else ALL_MODES,
-    timed=_timed(experiment),
-    report=report,
-  )
-  _say(table(found))
-  return 0
+def _report(
+  say: Callable[[str], None],
+  json_path: pathlib.Path | None,
+  found: dict[str, Measured],
+) -> None:
+  """Shows the newest mode, and writes all."""
+  mode, m = list(found.items())[-1]
+  work = ', '.join(f'{v:,.4g} {k}' for k, v in m.engine.items())
+  say(f'{mode}: {work}')
+  _say('\n'.join([HEADER, *rows(mode, m)]))
+  if json_path is not None:
+    values = {m: dataclasses.asdict(v) for m, v in found.items()}
+    json_path.write_text(json.dumps(values, indent=2))
+
+
+def _start(
+  ahead: compile_lib.Ahead,
+  sides: dict[str, Side],
+  stages: Sequence[inputs.Stage] = (),
+  batch: Any = None,
+) -> None:
+  """Compiles all of it at once, in the order of use; not on a CPU.
+
+  There it would take the time from what is measured.
+  """
+  if dispatch.platform() == 'cpu':
+    return
+  for stage in stages:
+    ahead.start(stage.name, functools.partial(compile_lib.stage, stage, batch))
+  for mode, (experiment, step) in sides.items():
+    engine = functools.partial(compile_lib.engine, experiment)
+    score = functools.partial(compile_lib.score, experiment, step)
+    gradient = functools.partial(compile_lib.gradient, experiment, step)
+    ahead.start(f'{mode} engine', engine)
+    ahead.start(f'{mode} score', score)
+    ahead.start(f'{mode} gradient', gradient)
 
 
 def _setting(

@@ -12,9 +12,8 @@ has too few pages for all, so that some are put back and computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from composer import config as config_lib
 from composer import data
 from composer import midtrain
 from composer import params as params_lib
+from composer import records
 from composer.inference import programs
 from composer.model import tokenizer as tokenizer_lib
 from composer.model import transformer
@@ -34,6 +34,7 @@ SOURCE_BYTES = 400_000
 GROUP = 4  # rollouts that share a prompt
 WAVES = (1, 48, 6, 96, 17, 2)  # sessions at once, over and over
 DENSE_SHARE = 0.4  # of the optimizer steps, before the model is upcycled
+INTO = upcycle.Upcycling(experts=8, experts_per_token=2, noise=0.02)
 
 # Of the quick start's size, dense.
 DENSE = config_lib.ModelConfig(
@@ -150,19 +151,27 @@ def engine_config(
   )
 
 
-def trained(
+@dataclasses.dataclass(frozen=True)
+class Stage:
+  """Training of one model: with what, and the jitted step."""
+
+  name: str
+  model: config_lib.ModelConfig
+  config: config_lib.MidtrainConfig
+  step: Callable[..., Any]
+
+
+def stages(
   steps: int,
   numerics: config_lib.NumericsConfig,
-  report: Callable[[str], None] = lambda line: None,
   dense: config_lib.ModelConfig = DENSE,
   midtraining: config_lib.MidtrainConfig = MIDTRAIN,
-) -> tuple[config_lib.ModelConfig, Any]:
-  """(configuration, published parameters) of the upcycled, trained model.
+) -> tuple[Stage, Stage]:
+  """The dense model's training, and the upcycled one's.
 
   Args:
     steps: of the optimizer, before and after upcycling together.
     numerics: KV block; the rest is `fast`.
-    report: gets a line on each stage.
     dense: the model before it is upcycled.
     midtraining: batches and learning rate.
 
@@ -174,27 +183,57 @@ def trained(
       f'{steps} optimizer steps part no experts; give 10 or more'
     )
   fast = dataclasses.replace(numerics, mode='fast', mla='expanded')
-  batches = _batches(numerics.kv_block, midtraining)
-  learn = functools.partial(_train, midtraining, fast, batches)
-  dense_steps = round(DENSE_SHARE * steps)
-  params = params_lib.init(transformer.spec(dense), jax.random.key(0))
-  params, losses = learn(dense, params, dense_steps)
-  report(
-    f'dense: loss {losses[0]:.2f} to {losses[-1]:.2f}, {dense_steps} steps'
-  )
+  first = round(DENSE_SHARE * steps)
+  sparse = upcycle.sparse_config(dense, INTO)
+  found = []
+  for name, model, count in (
+    ('dense', dense, first),
+    ('upcycled', sparse, steps - first),
+  ):
+    config = dataclasses.replace(midtraining, steps=count)
+    step = midtrain.make_train_step(model, fast, config)
+    found.append(Stage(name, model, config, step))
+  return found[0], found[1]
+
+
+def trained(
+  stages: tuple[Stage, Stage],
+  batches: Iterator[Any],
+  report: Callable[[str], None] = lambda line: None,
+  wait: Callable[[str], None] = lambda name: None,
+) -> Any:
+  """Published parameters of the upcycled, trained model.
+
+  Args:
+    stages: see there.
+    batches: see `batches`.
+    report: gets a line on each stage.
+    wait: is called with the name of a stage before it begins.
+  """
+  dense, sparse = stages
+  params = params_lib.init(transformer.spec(dense.model), jax.random.key(0))
+  wait(dense.name)
+  params, losses = _train(dense, batches, params)
+  report(_learned(dense, losses))
   host = jax.tree.map(np.asarray, params)
-  into = upcycle.Upcycling(experts=8, experts_per_token=2, noise=0.02)
-  model, sparse = upcycle.upcycle(dense, host, into)
-  sparse = jax.tree.map(jnp.asarray, sparse)
-  before = apart(sparse)
-  sparse, losses = learn(model, sparse, steps - dense_steps)
+  _, params = upcycle.upcycle(dense.model, host, INTO)
+  params = jax.tree.map(jnp.asarray, params)
+  before = apart(params)
+  wait(sparse.name)
+  params, losses = _train(sparse, batches, params)
   report(
-    f'upcycled: loss {losses[0]:.2f} to {losses[-1]:.2f},'
-    f' {steps - dense_steps} steps; experts differ by {before:.1%} and then'
-    f' {apart(sparse):.1%}'
+    f'{_learned(sparse, losses)}; experts differ by {before:.1%} and then'
+    f' {apart(params):.1%}'
   )
-  spec = transformer.spec(model)
-  return model, jax.jit(lambda p: params_lib.to_published(spec, p))(sparse)
+  spec = transformer.spec(sparse.model)
+  return jax.jit(lambda p: params_lib.to_published(spec, p))(params)
+
+
+def _learned(stage: Stage, losses: list[float]) -> str:
+  return (
+    f'{stage.name}: loss {losses[0]:.2f} to {losses[-1]:.2f},'
+    f' {stage.config.steps} steps'
+  )
 
 
 def apart(params: Any) -> float:
@@ -214,7 +253,10 @@ def apart(params: Any) -> float:
   return float(np.mean(shares))
 
 
-def _batches(align: int, midtraining: config_lib.MidtrainConfig):
+def batches(
+  align: int, midtraining: config_lib.MidtrainConfig = MIDTRAIN
+) -> Iterator[Any]:
+  """Packed Python source, without end; segments start at multiples of `align`."""
   tokenizer = tokenizer_lib.load()
   dataset = data.midtraining(
     [],
@@ -229,13 +271,14 @@ def _batches(align: int, midtraining: config_lib.MidtrainConfig):
   return iter(dataset)
 
 
-def _train(midtraining, numerics, batches, model, params, steps: int):
-  """(parameters, losses) after so many steps of next-token prediction."""
-  config = dataclasses.replace(midtraining, steps=steps)
-  step = midtrain.make_train_step(model, numerics, config)
-  state = midtrain.init_state(params, config, jax.random.key(0))
-  losses = []
-  for _ in range(steps):
-    state, metrics = step(state, next(batches))
+def init_state(stage: Stage, params: Any) -> records.TrainState:
+  return midtrain.init_state(params, stage.config, jax.random.key(0))
+
+
+def _train(stage: Stage, batches: Iterator[Any], params: Any):
+  """(parameters, losses) after the stage's steps of next-token prediction."""
+  state, losses = init_state(stage, params), []
+  for _ in range(stage.config.steps):
+    state, metrics = stage.step(state, next(batches))
     losses.append(metrics['loss'])
   return state.params, [float(x) for x in losses]

@@ -122,12 +122,16 @@ class Board:
     busy = (stats.busy_s - self.last_busy) / seconds
     self.last_busy = stats.busy_s
     self.last_time, self.last_rows = now, stats.rows
+    drafts = {}
+    if stats.proposed:
+      drafts['rollout/drafts_accepted'] = stats.accepted / stats.proposed
     return {
       'busy/rollout': min(busy, 1.0),
       'weights/pause_s': self.pause_s,
       'rollout/tokens_per_s': rate,
       'rollout/reused_tokens': float(stats.reused),
       'rollout/sampled_tokens': float(stats.sampled),
+      **drafts,
     }
 
   def _show(self, trainer, scalars) -> None:

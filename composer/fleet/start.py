@@ -24,6 +24,8 @@ def resolve(experiment: config_lib.Experiment) -> config_lib.Experiment:
   if not experiment.init_from:
     return experiment
   found = checkpoints.read_config(experiment.init_from)
+  # A layer that drafts may be new, or be left out.
+  found = dataclasses.replace(found, mtp_layers=experiment.model.mtp_layers)
   differing = checkpoints.differences(found, experiment.model)
   if differing:
     raise ValueError(
@@ -44,10 +46,17 @@ def params(experiment: config_lib.Experiment, shardings: Any) -> Any:
     experiment: `init_from`, `model` and `seed` are read.
     shardings: by name; every device reads its own part of a stored model.
   """
+  spec, key = (
+    transformer.spec(experiment.model),
+    jax.random.key(experiment.seed),
+  )
   if not experiment.init_from:
-    spec = transformer.spec(experiment.model)
-    return params_lib.init(spec, jax.random.key(experiment.seed))
+    return params_lib.init(spec, key)
   _, loaded = checkpoints.load(
     experiment.init_from, shardings=shardings, dtype=jnp.float32
   )
+  if 'mtp' not in spec:
+    return {name: part for name, part in loaded.items() if name != 'mtp'}
+  if 'mtp' not in loaded:
+    loaded |= params_lib.init({'mtp': spec['mtp']}, key)
   return loaded

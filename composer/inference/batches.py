@@ -12,9 +12,11 @@ import jax
 import numpy as np
 
 from composer import config as config_lib
+from composer.inference import drafts
 from composer.inference import programs
 from composer.inference import sampling
 from composer.inference import sequence as sequence_lib
+from composer.inference import speculate
 from composer.model import layers
 
 Sequence = sequence_lib.Sequence
@@ -61,7 +63,10 @@ class Maker:
     self._all: dict[int, np.ndarray] = {}  # of so many rows, never written
 
   def mixed(self, parts: List[Part]) -> tuple:
-    """(rows, sampling rows, into, draws, cuts) of `programs.mixed`."""
+    """(rows, sampling rows, into, draws, cuts) of `programs.mixed`.
+
+    And the chains of `speculate.mixed`, where that is what runs.
+    """
     most = max(part.row + part.count for part in parts)
     size = programs.at_least(self._step_sizes, most)
     slots, positions, tokens = self._nobodies(size)
@@ -90,7 +95,8 @@ class Maker:
     into[: len(drawing)] = [s.slot for _, s in drawing]
     sequences = [s for _, s in drawing]
     rows = self._rows(slots, positions, tokens, self._tables(parts))
-    return rows, which, into, *self._draws(sequences, count, which)
+    batch = rows, which, into, *self._draws(sequences, count, which)
+    return (*batch, *self._chains(parts, size, count))
 
   def ahead(self, parts: List[Part]) -> tuple:
     """(rows, ends, draws, cuts) of `programs.ahead`."""
@@ -119,7 +125,31 @@ class Maker:
       some = self._cuts([], count)
     if ahead:
       return rows, zeros, draws, some
-    return rows, which, np.full(count, self.nobody, np.int32), draws, some
+    into = np.full(count, self.nobody, np.int32)
+    return rows, which, into, draws, some, *self._chains([], size, count)
+
+  def _chains(
+    self, parts: List[Part], size: int, draws: int
+  ) -> tuple[speculate.Chains, ...]:
+    """Where the device's own drafts begin, if it makes some."""
+    if self._config.draft != drafts.ON_DEVICE:
+      return ()
+    after = np.zeros(size, np.int32)
+    count = programs.drafted_sequences(self._config, draws)
+    first, counts = np.zeros((2, count), np.int32)
+    slots = np.full(count, self.nobody, np.int32)
+    at = n = 0
+    for part in parts:
+      end = part.row + part.count
+      known = part.sequence.tokens[part.start + 1 : part.sequence.length]
+      after[part.row : end] = -1
+      if part.proposed is None:
+        known = known[: part.count]
+        after[part.row : part.row + len(known)] = known
+      if part.draws:
+        first[n], counts[n], slots[n] = at, part.draws, part.sequence.slot
+        at, n = at + part.draws, n + 1
+    return (speculate.Chains(after, first, counts, slots),)
 
   def _rows(self, *arrays: np.ndarray) -> programs.Rows:
     return programs.Rows(*arrays, self._turns)
@@ -137,6 +167,8 @@ class Maker:
 
   def _tables(self, parts: List[Part]) -> np.ndarray:
     reach = max(p.start + p.count for p in parts)
+    if self._config.draft == drafts.ON_DEVICE:  # it reads what it drafts
+      reach = min(reach + self._config.draft_tokens, self._config.max_context)
     blocks = -(-reach // self._numerics.kv_block)
     columns = programs.at_least(self._column_sizes, blocks)
     return self.tables[:, :columns].copy()

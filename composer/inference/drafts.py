@@ -41,7 +41,9 @@ def ngram(tokens: np.ndarray, most: int) -> np.ndarray:
   return tokens[:0]
 
 
-DRAFTS: dict[str, Draft] = {'ngram': ngram}
+ON_DEVICE = 'mtp'  # proposed by the program of the step before (`speculate`)
+# None: not by the host.
+DRAFTS: dict[str, Draft | None] = {'ngram': ngram, ON_DEVICE: None}
 
 
 def accepted(proposed: np.ndarray, drawn: np.ndarray) -> int:

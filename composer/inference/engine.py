@@ -53,6 +53,7 @@ from composer.inference import programs
 from composer.inference import replies
 from composer.inference import sampling
 from composer.inference import sequence as sequence_lib
+from composer.inference import speculate
 from composer.model import held
 from composer.model import transformer
 from pallas_kernels import dispatch
@@ -104,10 +105,12 @@ class Engine:
     numerics: config_lib.NumericsConfig,
     config: config_lib.EngineConfig,
   ):
-    _check(numerics, config)
+    _check(model, numerics, config)
     self._model, self._numerics, self._config = model, numerics, config
     self._pool = cache_lib.PagePool(config.pages)
-    self._cache = transformer.init_cache(model, numerics, config.pages)
+    drafting = config.draft == drafts.ON_DEVICE
+    init = speculate.init_caches if drafting else transformer.init_cache
+    self._cache = init(model, numerics, config.pages)
     self._maker = batches.Maker(model, numerics, config)
     self._last = jnp.zeros(config.sequences + 1, jnp.int32)
     self._free_slots = list(range(config.sequences - 1, -1, -1))
@@ -178,7 +181,12 @@ class Engine:
         )
       time.sleep(0.002)
 
-  def warm_up(self, cuts: bool = False, seconds: float = 600.0) -> int:
+  def warm_up(
+    self,
+    cuts: bool = False,
+    seconds: float = 600.0,
+    say: Callable[[str], None] | None = None,
+  ) -> int:
     """Runs every shape of every program once, on scratch; how many there are.
 
     Afterwards nothing is compiled while serving. Needs active weights.
@@ -186,12 +194,13 @@ class Engine:
     Args:
       cuts: also for requests that cut their distribution (top-p and the like).
       seconds: to wait at most.
+      say: is told, from the engine's thread, how many are compiled.
     """
     done = threading.Event()
     count = [0]
 
     def chore() -> None:
-      count[0] = self._run_every_shape(cuts)
+      count[0] = self._run_every_shape(cuts, say or (lambda line: None))
       done.set()
 
     with self._wake:
@@ -506,7 +515,7 @@ class Engine:
     return True
 
   def _send(self, plan: list[Part], steps: int) -> None:
-    before = programs.compiled()
+    before = speculate.compiled()
     batch = self._maker.ahead(plan) if steps else self._maker.mixed(plan)
     program, first, batch = self._call(steps, batch)
     out = program(*first, *self._state(), *batch)
@@ -518,7 +527,7 @@ class Engine:
       # Of a draft, the count is not known before it is recorded.
       part.sequence.due += part.draws if steps else min(part.draws, 1)
     self._flights.append(_Flight(plan, steps, self._version, sampled))
-    self._count(compilations=programs.compiled() - before)
+    self._count(compilations=speculate.compiled() - before)
 
   def _drain(self) -> None:
     while self._flights:
@@ -527,13 +536,16 @@ class Engine:
   def _collect(self) -> None:
     """Records the oldest step in flight, and answers what ended."""
     flight = self._flights.popleft()
-    answer, experts = jax.tree.map(np.asarray, flight.sampled)
+    answer, experts, proposed = jax.tree.map(np.asarray, flight.sampled)
     tokens, logprobs = answer.tokens.tolist(), answer.logprobs.tolist()
     draw = rows = sampled = 0
     replied, done = [], []
+    chains = iter(() if proposed is None else proposed[0])
     for n, part in enumerate(flight.parts):
       at, draw = draw, draw + part.draws
       sequence = part.sequence
+      if part.draws and proposed is not None:
+        sequence.drafted = next(chains)
       if not sequence.live:
         continue  # it ended while this step ran
       rows += part.count
@@ -623,7 +635,7 @@ class Engine:
     if sequence.coming and done >= (sequence.prompt - 1) // block:
       sequence.coming = ()
 
-  def _run_every_shape(self, cuts: bool) -> int:
+  def _run_every_shape(self, cuts: bool, say: Callable[[str], None]) -> int:
     """Every program in every shape, on scratch pages.
 
     They are compiled side by side: lowering holds this process, compiling does
@@ -642,14 +654,17 @@ class Engine:
       for columns in programs.column_sizes(numerics, config)
       for cut in (False, True)[: 1 + cuts]
     ]
+    started = time.perf_counter()
     with futures.ThreadPoolExecutor(COMPILERS) as pool:
       compiling = []
       for program, first, batch in calls:
         if not self._stopping:
           lowered = program.lower(*first, *self._state(), *batch)
           compiling.append(pool.submit(self._compile, lowered))
-      for one in compiling:
+      for number, one in enumerate(futures.as_completed(compiling), 1):
         one.result()
+        took = time.perf_counter() - started
+        say(f'{number} of {len(calls)} programs compiled, {took:.0f} s')
     for program, first, batch in calls:
       if self._stopping:
         return 0
@@ -667,6 +682,9 @@ class Engine:
     """(program, its static arguments, the batch) of so many decode steps."""
     if steps:
       return programs.ahead, (self._model, self._numerics, steps), batch
+    if self._config.draft == drafts.ON_DEVICE:
+      first = self._model, self._numerics, self._config.draft_tokens
+      return speculate.mixed, first, batch
     return programs.mixed, (self._model, self._numerics), batch
 
   def _state(self) -> tuple:
@@ -686,7 +704,9 @@ def _rows_of(answer: sampling.Answer, at: Any) -> sampling.Answer:
 
 
 def _check(
-  numerics: config_lib.NumericsConfig, config: config_lib.EngineConfig
+  model: config_lib.ModelConfig,
+  numerics: config_lib.NumericsConfig,
+  config: config_lib.EngineConfig,
 ) -> None:
   """Refuses what cannot work, before anything is allocated."""
   columns = -(-config.max_context // numerics.kv_block)
@@ -701,6 +721,11 @@ def _check(
       f'engine.draft={config.draft!r} is unknown; there are'
       f' {", ".join(drafts.DRAFTS)}, and none'
     )
+  if config.draft == drafts.ON_DEVICE and not model.mtp_layers:
+    raise ValueError(
+      f'engine.draft={config.draft!r} with model.mtp_layers=0: the model has no'
+      ' layer that drafts; train one (model.mtp_layers=1), or draft by ngram'
+    )
   if config.on_new_weights not in ('continue', 'restart'):
     raise ValueError(
       f'engine.on_new_weights={config.on_new_weights!r} is unknown; choose'
@@ -713,13 +738,13 @@ def prepare(
 ) -> Any:
   """Parameters as steps read them: what need not be done in each, done once.
 
-  They are `held`, and, on an accelerator (`split`), the layers lie apart, but not
-  in `bitwise`: the trainer loops over its layers, and rounds what it hands from
-  one to the next, which XLA need not where there is no loop. Parameters that are
-  prepared stay as they are.
+  They are `held`, and, on an accelerator (`split`), the layers lie apart. The
+  trainer loops over its layers and gets the same bits all the same: see `between
+  the kernels` in `model.operations`. Parameters that are prepared stay as they
+  are.
   """
   if split is None:
-    split = dispatch.platform() != 'cpu' and numerics.mode != 'bitwise'
+    split = dispatch.platform() != 'cpu'
   done = not split or any(
     isinstance(params.get(stack), tuple) for stack in ('dense', 'layers')
   )

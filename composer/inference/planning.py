@@ -34,13 +34,15 @@ class Rules:
   tiles: tuple[int, ...]  # numbers of tiles that it may have; none: flat rows
   block: int  # tokens of a page
   run_ahead: int  # decode steps of one dispatch
-  draft: drafts.Draft | None
+  draft: str  # a name of `drafts.DRAFTS`; '': none
   draft_tokens: int
 
   @property
   def reach(self) -> int:
     """Tokens that the next dispatch may compute of a decoding sequence."""
-    return max(self.run_ahead, 1 + self.draft_tokens * bool(self.draft))
+    # A layer that drafts needs pages for what it drafts behind the verified.
+    times = {'': 0, drafts.ON_DEVICE: 2}.get(self.draft, 1)
+    return max(self.run_ahead, 1 + self.draft_tokens * times)
 
 
 def rules(
@@ -52,7 +54,7 @@ def rules(
     tiles=tiles,
     block=numerics.kv_block,
     run_ahead=programs.run_ahead(config),
-    draft=drafts.DRAFTS[config.draft] if config.draft else None,
+    draft=config.draft,
     draft_tokens=config.draft_tokens,
   )
 
@@ -106,7 +108,7 @@ def plan(
 
 def _waits(rules: Rules, sequence: Sequence) -> bool:
   """Whether the next row needs what the device has not told yet."""
-  some = sequence.request.mask is not None or rules.draft is not None
+  some = sequence.request.mask is not None or bool(rules.draft)
   return some and sequence.due > sequence.length
 
 
@@ -131,14 +133,18 @@ def _decode(
   masked = sequence.request.mask is not None
   if masked and not ask(sequence):
     return None
-  if rules.draft is None or masked:
+  if not rules.draft or masked:
     return Part(sequence, start, 1, 1, row=row)
   most = min(
     rules.draft_tokens, most - 1, room, sequence.size - sequence.due - 1
   )
   proposed = np.zeros(0, np.int32)
   if most > 0:
-    proposed = rules.draft(sequence.tokens[: sequence.length], most)[:most]
+    draft = drafts.DRAFTS[rules.draft]
+    if draft is None:
+      proposed = sequence.drafted[:most]
+    else:
+      proposed = draft(sequence.tokens[: sequence.length], most)[:most]
   count = 1 + len(proposed)
   return Part(sequence, start, count, count, proposed.astype(np.int32), row)
 

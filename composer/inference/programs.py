@@ -61,15 +61,10 @@ class Sampled(NamedTuple):
 
   answer: sampling.Answer  # [k, S]
   experts: Array  # int16 [k, N, L, K]
+  proposed: Array | None = None  # int32 [1, Q, most], see `speculate`
 
 
-@functools.partial(
-  jax.jit,
-  static_argnums=(0, 1),
-  static_argnames=('layout',),
-  donate_argnums=(3, 4),
-)
-def mixed(
+def run_mixed(
   config: ModelConfig,
   numerics: NumericsConfig,
   params: Any,
@@ -81,7 +76,7 @@ def mixed(
   draws: sampling.Draws,
   cuts: sampling.Cuts | None,
   layout: mesh_lib.Layout | None = None,
-) -> tuple[Sampled, transformer.Cache, Array]:
+) -> tuple[Sampled, transformer.Cache, Array, Array]:
   """One step over N rows, of which S draw: prompts, and what decodes.
 
   Args:
@@ -100,7 +95,7 @@ def mixed(
       own.
 
   Returns:
-    (what was sampled, cache, last).
+    (what was sampled, cache, last, hidden [N, D]).
   """
   of = transformer.sequences_of(len(rows.tokens), len(rows.slots))
   slots = rows.slots if of is None else rows.slots[of]
@@ -122,7 +117,27 @@ def mixed(
   )
   last = last.at[into].set(answer.tokens)
   sampled = Sampled(*jax.tree.map(lambda x: x[None], (answer, experts)))
-  return sampled, cache, last
+  return sampled, cache, last, hidden
+
+
+@functools.partial(
+  jax.jit,
+  static_argnums=(0, 1),
+  static_argnames=('layout',),
+  donate_argnums=(3, 4),
+)
+def mixed(
+  config: ModelConfig,
+  numerics: NumericsConfig,
+  params: Any,
+  cache: transformer.Cache,
+  last: Array,
+  *batch: Any,
+  layout: mesh_lib.Layout | None = None,
+) -> tuple[Sampled, transformer.Cache, Array]:
+  """`run_mixed`, compiled; but for the hidden states."""
+  state = params, cache, last
+  return run_mixed(config, numerics, *state, *batch, layout=layout)[:3]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
@@ -170,6 +185,7 @@ def ahead(
       at,
       jnp.where(active[:, None], table, 0),
       turns=rows.turns,
+      alone=True,
     )
     answer = sampling.answer(
       config,
@@ -305,6 +321,11 @@ _PROGRAMS = (mixed, ahead)
 def compiled() -> int:
   """How many shapes of the programs this process has compiled."""
   return sum(program._cache_size() for program in _PROGRAMS)
+
+
+def drafted_sequences(config: config_lib.EngineConfig, draws: int) -> int:
+  """Q of a step that drafts, of so many draws."""
+  return min(config.sequences, draws)
 
 
 def _growing(size: int, most: int, factor: int | None = None) -> list[int]:

@@ -7,7 +7,8 @@ in two levels: two uniform numbers choose a block of the vocabulary and a token
 of it, which needs no random number per token of the vocabulary.
 
 The logprob of a whole distribution is taken afterwards by
-`transformer.row_logprobs`, the very function that the trainer calls. Where
+`transformer.row_logprobs`, the very function that the trainer calls; but in
+`fast`, where bits may differ, from the sums that the draw has made. Where
 top-k, top-p, min-p or a mask cut the distribution, the kept set is given back
 packed, and the logprob is over it.
 """
@@ -77,6 +78,11 @@ def draw(z: Array, draws: Draws) -> Array:
   Returns:
     int32 [R].
   """
+  return _draw(z, draws)[0]
+
+
+def _draw(z: Array, draws: Draws) -> tuple[Array, Array]:
+  """`draw`, and float32 [R]: the logarithm of the sum of exp(z)."""
   rows, vocab = z.shape
   block = 2 ** math.ceil(math.log2(vocab) / 2)
   top = jnp.max(z, axis=-1, keepdims=True)
@@ -84,11 +90,13 @@ def draw(z: Array, draws: Draws) -> Array:
   weights = jnp.pad(weights, ((0, 0), (0, -vocab % block)))
   weights = weights.reshape(rows, -1, block)
   u = _uniform(draws.seeds, draws.positions)
-  outer = _invert(jnp.sum(weights, axis=-1), u[:, 0])
+  sums = jnp.sum(weights, axis=-1)
+  outer = _invert(sums, u[:, 0])
   inner = jnp.take_along_axis(weights, outer[:, None, None], axis=1)[:, 0]
   drawn = outer * block + _invert(inner, u[:, 1])
   greedy = draws.temperature < GREEDY
-  return jnp.where(greedy, jnp.argmax(z, axis=-1), drawn).astype(jnp.int32)
+  token = jnp.where(greedy, jnp.argmax(z, axis=-1), drawn).astype(jnp.int32)
+  return token, top[:, 0] + jnp.log(jnp.sum(sums, axis=-1))
 
 
 def _invert(weights: Array, u: Array) -> Array:
@@ -174,10 +182,15 @@ def answer(
   """
   norm, unembed = params['final_norm'], transformer.unembedding(params)
   safe = jnp.where(draws.temperature < GREEDY, 1.0, draws.temperature)
-  tokens = sample_rows(config, numerics, norm, unembed, hidden, draws)
-  logprobs, _ = transformer.row_logprobs(
-    config, numerics, norm, unembed, hidden, tokens, safe
-  )
+  if numerics.mode == 'fast':
+    tokens, logprobs = scored_rows(
+      config, numerics, norm, unembed, hidden, draws
+    )
+  else:
+    tokens = sample_rows(config, numerics, norm, unembed, hidden, draws)
+    logprobs, _ = transformer.row_logprobs(
+      config, numerics, norm, unembed, hidden, tokens, safe
+    )
   if cuts is None:
     return Answer(tokens, logprobs, None)
 
@@ -230,5 +243,24 @@ def sample_rows(
     safe = jnp.where(draws.temperature < GREEDY, 1.0, draws.temperature)
     z = transformer.logits_rows(config, norm, unembed, x, safe)  # [R, V]
     return draw(z, draws)
+
+  return layers.map_rows(rows, numerics, hidden, draws)
+
+
+def scored_rows(
+  config: ModelConfig,
+  numerics: NumericsConfig,
+  norm: Array,
+  unembed: Array,
+  hidden: Array,
+  draws: Draws,
+) -> tuple[Array, Array]:
+  """`sample_rows`, and the logprobs float32 [N] of what was drawn."""
+
+  def rows(x: Array, draws: Draws) -> tuple[Array, Array]:
+    safe = jnp.where(draws.temperature < GREEDY, 1.0, draws.temperature)
+    z = transformer.logits_rows(config, norm, unembed, x, safe)  # [R, V]
+    token, total = _draw(z, draws)
+    return token, jnp.take_along_axis(z, token[:, None], axis=1)[:, 0] - total
 
   return layers.map_rows(rows, numerics, hidden, draws)

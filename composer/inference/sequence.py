@@ -63,6 +63,7 @@ class Sequence:
     self.stop_reason = ''
     self.cuts = cuts(request)
     self.allowed: np.ndarray | None = None  # packed, of the next token
+    self.drafted = np.zeros(0, np.int32)  # by the device, behind `length`
     self.told = self.prompt  # tokens already given to `on_tokens`
     self.stop_ids = {int(t) for t in request.stop_tokens}
     self.stops = [tuple(s) for s in request.stop_sequences]

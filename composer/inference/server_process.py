@@ -282,7 +282,7 @@ def _warm(engine: engine_lib.Engine, say: Say) -> None:
   """Compiles what serving needs, so that no client waits for it."""
   began = time.monotonic()
   say('compiling what serving needs')
-  shapes = engine.warm_up(cuts=True, seconds=READY_S)
+  shapes = engine.warm_up(cuts=True, seconds=READY_S, say=say)
   say(f'{shapes} shapes compiled in {time.monotonic() - began:.1f} s')
 
 

@@ -82,7 +82,7 @@ def project(
     q = layers.rms_norm(turning[:, :h], p['q_norm'], config.norm_eps, ops)
     keys = layers.rms_norm(turning[:, h:], p['k_norm'], config.norm_eps, ops)
     turning = jnp.concatenate([q, keys], axis=1)
-  rotated = layers.rotate(turning, cos, sin)
+  rotated = layers.rotate(turning, cos, sin, ops)
   return rotated[:, :h], rotated[:, h:], qkv[:, h + g :]
 
 
@@ -98,8 +98,8 @@ def combine_heads(
   if config.kv_lora:
     return mla.combine_heads(p, config, form, x, heads, ops)
   rows, d = x.shape
-  out = p['out'].reshape(-1, d)
-  return x + operations.matmul(ops, heads.reshape(rows, -1), out)
+  out = operations.matmul(ops, heads.reshape(rows, -1), p['out'].reshape(-1, d))
+  return operations.add(ops, x, out)
 
 
 def divisor(config: ModelConfig) -> float:

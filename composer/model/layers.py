@@ -22,7 +22,6 @@ from composer import config as config_lib
 from composer import params as params_lib
 from composer.model import operations
 from pallas_kernels import dispatch
-from pallas_kernels import grouped_matmul
 from pallas_kernels import norm
 
 Array = jax.Array
@@ -201,30 +200,18 @@ def rope_table(
   return cos.astype(np.float32), sin.astype(np.float32)
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
+def rotate(
+  x: Array, cos: Array, sin: Array, ops: Operations = operations.PLAIN
+) -> Array:
   """Rotates the two halves of x [R, H, K]; cos, sin float32 [R, K / 2]."""
   first, second = jnp.split(x, 2, axis=-1)
-  cos, sin = cos[:, None, :], sin[:, None, :]
-  return jnp.concatenate(
+  cos, sin = (
+    operations.factor(ops, turn[:, None, :], x.dtype) for turn in (cos, sin)
+  )
+  turned = jnp.concatenate(
     [first * cos - second * sin, second * cos + first * sin], axis=-1
-  ).astype(x.dtype)
-
-
-def gated(
-  x: Array, gate_up: Array, ops: Operations = operations.PLAIN
-) -> Array:
-  """silu(x W_gate) * (x W_up); x [R, D], gate_up [D, 2, F] -> [R, F]."""
-  width, _, hidden = gate_up.shape
-  if ops.dense != operations.XLA:
-    return grouped_matmul.grouped_matmul(
-      x,
-      gate_up[None],
-      jnp.full((1,), x.shape[0], jnp.int32),
-      gated=True,
-      implementation=ops.dense,
-    )
-  both = x @ gate_up.reshape(width, 2 * hidden)  # [R, 2 F]
-  return jax.nn.silu(both[:, :hidden]) * both[:, hidden:]
+  )
+  return operations.narrow(ops, turned, x.dtype)
 
 
 def feed_forward_spec(config: config_lib.ModelConfig, layers: int) -> Any:
@@ -247,4 +234,6 @@ def feed_forward(
 ) -> Array:
   """Residual dense feed-forward of one layer; x [R, D]."""
   h = rms_norm(x, p['norm'], config.norm_eps, ops)
-  return x + operations.matmul(ops, gated(h, p['gate_up'], ops), p['down'])
+  hidden = operations.gated(ops, h, p['gate_up'])
+  out = operations.matmul(ops, hidden, p['down'])
+  return operations.add(ops, x, out)

@@ -110,7 +110,7 @@ def queries(
   else:
     q = operations.matmul(ops, y, p['q'].reshape(-1, h * key))
   q = q.reshape(-1, h, key)
-  turned = layers.rotate(q[..., config.nope_dim :], cos, sin)
+  turned = layers.rotate(q[..., config.nope_dim :], cos, sin, ops)
   return jnp.concatenate([q[..., : config.nope_dim], turned], axis=-1)
 
 
@@ -126,7 +126,7 @@ def latents(
   c = config.kv_lora
   down = operations.matmul(ops, y, p['kv_down'])
   latent = layers.rms_norm(down[:, :c], p['kv_norm'], LATENT_EPS, ops)
-  turned = layers.rotate(down[:, None, c:], cos, sin)[:, 0]
+  turned = layers.rotate(down[:, None, c:], cos, sin, ops)[:, 0]
   return jnp.concatenate([latent, turned], axis=-1)
 
 
@@ -197,5 +197,5 @@ def combine_heads(
     up = p['kv_up'][..., config.nope_dim :]
     heads = operations.per_head(ops, heads, jnp.swapaxes(up, 0, 1))
   rows, d = x.shape
-  out = p['out'].reshape(-1, d)
-  return x + operations.matmul(ops, heads.reshape(rows, -1), out)
+  out = operations.matmul(ops, heads.reshape(rows, -1), p['out'].reshape(-1, d))
+  return operations.add(ops, x, out)

@@ -185,12 +185,14 @@ def experts_dense(
   e, d, _, f = p['gate_up'].shape
   rows = x.shape[0]
   into = jnp.transpose(p['gate_up'], (1, 2, 0, 3)).reshape(d, 2, e * f)
-  hidden = layers.gated(x, into, ops).reshape(rows, e, f)
+  hidden = operations.gated(ops, x, into).reshape(rows, e, f)
   one_hot = routed.experts[..., None] == jnp.arange(e)[None, None]  # [R, K, E]
   gates = jnp.sum(jnp.where(one_hot, routed.gates[..., None], 0.0), axis=1)
   weighted = (hidden * gates[..., None]).reshape(rows, e * f)
   return operations.matmul(
-    ops, weighted.astype(x.dtype), p['down'].reshape(e * f, d)
+    ops,
+    operations.narrow(ops, weighted, x.dtype),
+    p['down'].reshape(e * f, d),
   )
 
 
@@ -210,10 +212,11 @@ def experts_sorted(
     ops, sorted_rows, p['gate_up'], p['down'], order.sizes
   )  # [R K, D]
   slots = out[order.places].reshape(rows, k, d)
+  gates = operations.factor(ops, routed.gates, x.dtype)
   total = jnp.zeros((rows, d), jnp.float32)
   for slot in range(k):
-    total = total + routed.gates[:, slot, None] * slots[:, slot]
-  return total.astype(x.dtype)
+    total = total + gates[:, slot, None] * slots[:, slot]
+  return operations.narrow(ops, total, x.dtype)
 
 
 EXPERTS = {'dense': experts_dense, 'sorted': experts_sorted}
@@ -249,6 +252,7 @@ def moe(
   else:
     out = exchange.experts_exchanged(layout, p, h, routed.experts, routed.gates)
   if config.shared_experts:
-    hidden = layers.gated(h, p['shared_gate_up'], ops)
-    out = out + operations.matmul(ops, hidden, p['shared_down'])
-  return x + out, routed.experts, routed.native
+    hidden = operations.gated(ops, h, p['shared_gate_up'])
+    shared = operations.matmul(ops, hidden, p['shared_down'])
+    out = operations.add(ops, out, shared)
+  return operations.add(ops, x, out), routed.experts, routed.native

@@ -30,6 +30,7 @@ from pallas_kernels import route as route_lib
 Array = jax.Array
 XLA = 'xla'  # the plain expression, not the kernel's reference
 LINE = 64  # of whose multiples the kernels take columns
+EXACT = 15  # bits behind the point of a factor; see `factor`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +63,112 @@ def of(numerics: config_lib.NumericsConfig) -> Operations:
   return Operations(device, device)
 
 
+# --- between the kernels ------------------------------------------------------
+#
+# What stands there is XLA's to fuse, and that changes bits in two ways. It may
+# leave a rounding out (float32 to bfloat16 and back is nothing to it), and it
+# may contract a product and a sum to one operation, or not. Which it does
+# depends on what it fuses: on the number of rows, on whether layers are looped
+# over. Where kernels multiply, both are made impossible: roundings are those of
+# `reduce_precision`, which are kept, and products that are added are exact.
+
+
+def splits(ops: Operations, dtype: jnp.dtype) -> bool:
+  """Whether kernels multiply such a dtype of 16 bits: see above, and `parts`."""
+  return ops.dense != XLA and dtype != jnp.float32
+
+
+def narrow(ops: Operations, x: Array, kind: jnp.dtype) -> Array:
+  """x float32, rounded to a dtype."""
+  return (_round(x, kind) if splits(ops, kind) else x).astype(kind)
+
+
+def _round(x: Array, kind: jnp.dtype) -> Array:
+  """Not a cast there and back: XLA may leave both out, and nothing remains."""
+  info = jnp.finfo(kind)
+  return jax.lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+def add(ops: Operations, x: Array, y: Array) -> Array:
+  """x + y of one dtype, in that dtype."""
+  if not splits(ops, x.dtype):
+    return x + y
+  total = x.astype(jnp.float32) + y.astype(jnp.float32)
+  # The sum is written and read: layers that are not looped over would else add
+  # up all that went before them again, each.
+  return jax.lax.optimization_barrier(narrow(ops, total, x.dtype))
+
+
+def factor(ops: Operations, x: Array, kind: jnp.dtype) -> Array:
+  """x float32 as one factor of products with numbers of such a dtype.
+
+  It keeps 16 significant bits. With 8 of bfloat16 the product has 24 and is
+  exact in float32: a sum of two is the same, contracted or not. (But below
+  2^-126, where float32 has fewer.)
+  """
+  if not splits(ops, kind):
+    return x
+  return jax.lax.reduce_precision(x, 8, EXACT)
+
+
 def matmul(ops: Operations, x: Array, w: Array) -> Array:
   """x [R, K] @ w [K, N] in x's dtype."""
   if ops.dense == XLA:
     return x @ w
+  return _matmul(ops, x, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(ops, x, w):
   return matmul_lib.matmul(x, w, implementation=ops.dense)
+
+
+def _matmul_forward(ops, x, w):
+  return _matmul(ops, x, w), (x, w)
+
+
+def _matmul_backward(ops, saved, dy):
+  # By XLA, as in `fast`: gradients need no order of addition of their own, and
+  # of a narrow matrix it divides the sum over rows among all of a device.
+  return jax.vjp(jnp.matmul, *saved)[1](dy)
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def gated(ops: Operations, x: Array, gate_up: Array) -> Array:
+  """silu(x W_gate) * (x W_up); x [R, D], gate_up [D, 2, F] -> [R, F]."""
+  return (
+    _plain_gated(x, gate_up) if ops.dense == XLA else _gated(ops, x, gate_up)
+  )
+
+
+def _plain_gated(x, gate_up):
+  width, _, hidden = gate_up.shape
+  both = x @ gate_up.reshape(width, 2 * hidden)  # [R, 2 F]
+  return jax.nn.silu(both[:, :hidden]) * both[:, hidden:]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated(ops, x, gate_up):
+  return grouped_matmul.grouped_matmul(
+    x,
+    gate_up[None],
+    jnp.full((1,), x.shape[0], jnp.int32),
+    gated=True,
+    implementation=ops.dense,
+  )
+
+
+def _gated_forward(ops, x, gate_up):
+  return _gated(ops, x, gate_up), (x, gate_up)
+
+
+def _gated_backward(ops, saved, dy):
+  return jax.vjp(_plain_gated, *saved)[1](dy)
+
+
+_gated.defvjp(_gated_forward, _gated_backward)
 
 
 def wide_matmul(
@@ -88,21 +190,14 @@ def wide_matmul(
   return _wide_matmul(ops, x, w, split)
 
 
-def splits(ops: Operations, dtype: jnp.dtype) -> bool:
-  """Whether `wide_matmul` of x in such a dtype multiplies `parts`."""
-  return ops.dense != XLA and dtype != jnp.float32
-
-
 def parts(w: Array, dtype: jnp.dtype) -> Array:
   """w float32 [..., K, N] as three arrays of 16 bits, side by side, and zeros.
 
   [..., K, 3 N and as many zeros as fill the last `LINE`].
   """
   found, rest = [], w
-  kind = jnp.finfo(dtype)
   for _ in range(3):
-    # Not a cast there and back: XLA may leave both out, and nothing remains.
-    part = jax.lax.reduce_precision(rest, kind.nexp, kind.nmant)
+    part = _round(rest, dtype)
     found.append(part.astype(dtype))
     rest = rest - part
   stacked = jnp.concatenate(found, axis=-1)
@@ -284,3 +379,30 @@ def paged_attention(
     )
     heads.append(some.reshape(-1, *some.shape[2:]))
   return jnp.concatenate(heads) if len(heads) > 1 else heads[0]
+
+
+def decode(
+  ops: Operations,
+  q: Array,
+  k: Array,
+  v: Array | None,
+  positions: Array,
+  table: Array,
+  k_pages: Array,
+  v_pages: Array | None,
+  *,
+  divisor: float,
+  width: int = 0,
+) -> tuple[Array, Array, Array | None]:
+  """Writes rows' keys and values and attends: ([R, H, W], pages, pages).
+
+  Every row is its sequence's only one; else as `paged_attention`, to whose bits
+  it comes.
+  """
+  return paged_attention_lib.decode(
+    *(q, k, v, k_pages, v_pages, table, positions),
+    scale=1.0 / divisor,
+    width=width,
+    split=0 if ops.fixed else None,
+    implementation=ops.sparse,
+  )

@@ -6,10 +6,11 @@ into [B, T] and attends within them, `step` takes loose rows and attends over
 the pages of a cache. In `bitwise` both run the same loops over blocks of rows
 and blocks of keys, so a token's logprob has the same bits on both sides.
 
-The bitwise training forward is a function of its own with a derivative of its
-own (`jax.custom_vjp`): what is differentiated is the fast form at the routes
-that were taken. XLA can therefore not fuse the backward pass into the forward
-one and change its bits, and the backward pass runs at full speed.
+Without kernels the bitwise training forward is a function of its own with a
+derivative of its own (`jax.custom_vjp`): what is differentiated is the fast form
+at the routes that were taken. XLA can therefore not fuse the backward pass into
+the forward one and change its bits. Where kernels run, no fusion changes a bit
+(`model.operations`), and the backward pass reads what the forward one has made.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import struct
 import jax
@@ -47,6 +48,7 @@ CACHE_BATCH = 4  # rows of [B, T] that dense attention takes at once on a CPU
 # share keys (8 of most, 64 where latent) they fill a kernel's 128 rows; more
 # would leave more of them empty behind the end of a prompt.
 TILE = 16
+KEPT = 2**34  # bytes of all layers that `bitwise` keeps for the backward pass
 
 
 # --- training -----------------------------------------------------------------
@@ -166,6 +168,31 @@ _layer_fixed = jax.custom_vjp(_layer, nondiff_argnums=(0, 1, 2, 3))
 _layer_fixed.defvjp(_layer_forward, _layer_backward)
 
 
+def _keeps(config: ModelConfig, numerics: NumericsConfig, rows: int) -> bool:
+  """Whether the backward pass reads what the forward one has made.
+
+  Else it computes every layer again, in the fast form: without kernels, so that
+  no bit of the forward pass changes; of absorbed attention, whose other form has
+  the cheaper derivative; and where more than `KEPT` bytes would have to be kept.
+  """
+  if numerics.mode == 'fast':
+    return True
+  latent = config.kv_lora and mla.form(numerics, training=True) == 'absorbed'
+  if latent or not operations.of(numerics).fixed:
+    return False
+  d, experts = config.width, config.experts_per_token
+  # About, of a token: four states, queries, keys and values before and after
+  # they are turned, heads, and what goes in and out of a feed-forward.
+  keys, k = config.kv_heads, config.head_dim
+  if config.kv_lora:
+    keys, k = config.heads, config.nope_dim + config.rope_dim
+  states = 4 * d + (3 * config.heads + 4 * keys) * k
+  dense = config.dense_layers * (states + config.dense_hidden)
+  sparse = experts * (3 * d + config.expert_hidden)
+  numbers = dense + moe_layers(config) * (states + sparse)
+  return rows * numbers * jnp.dtype(layers.dtype(numerics)).itemsize <= KEPT
+
+
 def forward(
   params: Any,
   config: ModelConfig,
@@ -214,7 +241,7 @@ def forward(
     experts = jnp.full((b, t, sparse, k), -1, jnp.int16)
 
   layer = functools.partial(
-    _layer if numerics.mode == 'fast' else _layer_fixed,
+    _layer if _keeps(config, numerics, b * t) else _layer_fixed,
     config,
     numerics,
     plausibility,
@@ -280,7 +307,7 @@ def token_logprob(
     )
   b, t, d = hidden.shape
   before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
-  fixed = numerics.mode != 'fast'
+  fixed = numerics.mode != 'fast' and not operations.of(numerics).fixed
   logprob, entropy = (logprobs.row_logprobs_fixed if fixed else row_logprobs)(
     config,
     numerics,
@@ -382,6 +409,44 @@ def _places(positions, table, of, block):
   return at, jnp.where(positions < 0, 0, table[of, at // block])
 
 
+class _Places(NamedTuple):
+  """Where the rows of a step are; see `step`."""
+
+  positions: Array  # int32 [N]
+  at: Array  # the same, 0 for nobody's
+  page: Array  # int32 [N], of a layer's own, 0 for nobody's
+  table: Array  # int32 [S, M]
+  of: np.ndarray | None  # see `sequences_of`
+
+
+def _attended(numerics, scores, alone, places, base, q, k, v, keys, values):
+  """(heads, keys, values) of a layer whose pages are from `base` on."""
+  positions, at, page, table, of = places
+  ops, block = operations.of(numerics), numerics.kv_block
+  kernels = ops.sparse != operations.XLA
+  if kernels and alone:
+    real = jnp.where(page == 0, -1, at)
+    return operations.decode(
+      ops, q, k, v, real, base + table, keys, values, **scores
+    )
+  place, offset = base + page, at % block
+  if kernels:
+    # Nobody's rows write nowhere: on a GPU hundreds of rows at one address
+    # wait for each other, longer than all else in the step takes.
+    place = jnp.where(page == 0, len(keys), place)
+  keys = keys.at[place, offset].set(k, unique_indices=kernels)
+  if v is not None:
+    values = values.at[place, offset].set(v, unique_indices=kernels)
+  if kernels:
+    heads = operations.paged_attention(
+      ops, q, positions, base + table, keys, values, tile=TILE, **scores
+    )
+  else:
+    own = base + (table if of is None else table[of])
+    heads = _paged(numerics, scores, q, at, own, keys, values)
+  return heads, keys, values
+
+
 def step(
   params: Any,
   config: ModelConfig,
@@ -392,6 +457,7 @@ def step(
   table: Array,
   layout: mesh_lib.Layout | None = None,
   turns: tuple[Array, Array] | None = None,
+  alone: bool = False,
 ) -> tuple[Array, Array, Cache]:
   """Runs N loose rows, prefill and decode alike, through the model.
 
@@ -410,40 +476,29 @@ def step(
     layout: static; rows, cache and experts are this device's, inside of
       `shard_map`, and all other parameters whole.
     turns: see `trunk.rope`.
+    alone: static; whether every row is the only one of its sequence.
 
   Returns:
     (hidden [N, D], experts int16 [N, L, K], cache).
   """
   n = tokens.shape[0]
   block, form = numerics.kv_block, mla.form(numerics, training=False)
-  scores, ops = trunk.score_arguments(config, form), operations.of(numerics)
+  scores = trunk.score_arguments(config, form)
   pages = cache.keys.shape[0] // config.layers
   of = sequences_of(n, table.shape[0])
   at, page = _places(positions, table, of, block)
   cos, sin = trunk.rope(config, at, table.shape[1] * block, turns)
-  offset, kernels = at % block, ops.sparse != operations.XLA
   replay = jnp.full((n, config.experts_per_token), -1, jnp.int32)
+  places = _Places(positions, at, page, table, of)
 
   def body(carry, p):
     x, index, keys, values = carry
     base = index * pages
     project = functools.partial(trunk.project, p, config, numerics, form)
     q, k, v = layers.map_rows(project, numerics, x, cos, sin)
-    place = base + page
-    if kernels:
-      # Nobody's rows write nowhere: on a GPU hundreds of rows at one address
-      # wait for each other, longer than all else in the step takes.
-      place = jnp.where(page == 0, len(keys), place)
-    keys = keys.at[place, offset].set(k, unique_indices=kernels)
-    if v is not None:
-      values = values.at[place, offset].set(v, unique_indices=kernels)
-    if kernels:
-      heads = operations.paged_attention(
-        ops, q, positions, base + table, keys, values, tile=TILE, **scores
-      )
-    else:
-      own = base + (table if of is None else table[of])
-      heads = _paged(numerics, scores, q, at, own, keys, values)
+    heads, keys, values = _attended(
+      numerics, scores, alone, places, base, q, k, v, keys, values
+    )
     finish = functools.partial(
       trunk.finish, p, config, numerics, form, 0.0, layout=layout, audit=False
     )

@@ -56,7 +56,30 @@ def spec(config: ModelConfig) -> Any:
       'attention': attention.spec(config, sparse),
       'moe': moe.spec(config, sparse),
     }
+  if config.mtp_layers:
+    out['mtp'] = _mtp_spec(config)
   return out
+
+
+def _mtp_spec(config: ModelConfig) -> Any:
+  """The layer behind the last, of the last one's kind; see `model.mtp`."""
+  d = config.width
+  sparse = config.layers > config.dense_layers
+  norm = ParamSpec((1, d), ('layers', 'embed'), 'ones')
+  return {
+    'embed_norm': norm,
+    'hidden_norm': norm,
+    'join': ParamSpec(
+      (1, 2, d, d), ('layers', 'pair', 'embed', 'mlp'), fan_in=2 * d
+    ),
+    'attention': attention.spec(config, 1),
+    **(
+      {'moe': moe.spec(config, 1)}
+      if sparse
+      else {'mlp': layers.feed_forward_spec(config, 1)}
+    ),
+    'norm': norm,
+  }
 
 
 def moe_layers(config: ModelConfig) -> int:

@@ -98,6 +98,7 @@ def sparse_config(config: ModelConfig, into: Upcycling) -> ModelConfig:
     router_top_groups=1,
     router_scale=float(m),
     normalise_gates=True,
+    mtp_layers=0,  # what drafts for the dense model does not for this one
   )
   checks.check_model(sparse)
   return sparse

@@ -119,7 +119,7 @@ def test_nothing_to_measure_is_refused():
   with pytest.raises(ValueError, match='at least one'):
     mismatch.measure(dataclasses.replace(EXPERIMENT), None, [])
   with pytest.raises(ValueError, match='10 or more'):
-    mismatch_inputs.trained(3, EXPERIMENT.numerics)
+    mismatch_inputs.stages(3, EXPERIMENT.numerics)
   with pytest.raises(ValueError, match='tokens'):
     mismatch.run(tokens=0)
   with pytest.raises(ValueError, match='bfloat16'):

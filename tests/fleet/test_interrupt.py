@@ -22,7 +22,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def assert_gone(pids: set[int]) -> None:
-  deadline = time.monotonic() + 10
+  deadline = time.monotonic() + 60
   while left := [pid for pid in pids if Path(f'/proc/{pid}').exists()]:
     assert time.monotonic() < deadline, f'processes {left} are left over'
     time.sleep(0.05)

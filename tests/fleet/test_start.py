@@ -64,6 +64,20 @@ def test_starts_from_the_stored_parameters(stored):
   equal(start.params(fresh, by_name), same)
 
 
+def test_a_layer_that_drafts_may_be_new_or_be_left_out(stored, tmp_path):
+  directory, params = stored
+  model = dataclasses.replace(tiny().model, mtp_layers=1)
+  experiment = start.resolve(tiny(init_from=str(directory), model=model))
+  spec = transformer.spec(model)
+  by_name = mesh_lib.shardings(spec, mesh_lib.TRAIN_RULES, mesh_lib.make_mesh())
+  got = start.params(experiment, by_name)
+  fresh = params_lib.init(spec, jax.random.key(experiment.seed))
+  equal(got, {**params, 'mtp': fresh['mtp']})
+  checkpoints.save(tmp_path / 'more', model, got)
+  without = start.resolve(tiny(init_from=str(tmp_path / 'more')))
+  equal(start.params(without, by_name), params)
+
+
 def test_a_tokenizer_of_the_experiment_counts(stored):
   experiment = tiny(init_from=str(stored[0]), tokenizer='other.json')
   assert start.resolve(experiment).tokenizer == 'other.json'

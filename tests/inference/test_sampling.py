@@ -77,6 +77,25 @@ def test_frequencies(temperature, over):
   assert np.sum((seen - other) ** 2 / other) > CHI_SQUARE_9
 
 
+@pytest.mark.parametrize('numerics', (FAST, BITWISE))
+def test_logprobs_of_what_is_drawn(numerics):
+  """In `fast` they come from the sums of the draw; greedy rows have T = 1."""
+  params = {'final_norm': NORM, 'unembed': UNEMBED}
+  temperature = np.tile(np.float32([0.6, 1, 2, 0]), 8)
+  seeds, positions = np.arange(32, dtype=np.uint32), np.full(32, 3, np.int32)
+  draws = sampling.Draws(temperature, seeds, positions)
+  answer = jax.jit(sampling.answer, static_argnums=(0, 1))(
+    MODEL, numerics, params, jnp.tile(HIDDEN[None], (32, 1)), draws
+  )
+  tokens = np.asarray(draw_rows(numerics, temperature, seeds, positions))
+  np.testing.assert_array_equal(answer.tokens, tokens)
+  for token, logprob, t in zip(
+    tokens, np.asarray(answer.logprobs), temperature, strict=True
+  ):
+    want = np.log(distribution(t or 1.0)[token])
+    assert logprob == pytest.approx(want, abs=2e-6)
+
+
 def test_a_draw_depends_on_seed_and_position_alone():
   seeds, positions = np.divmod(np.arange(64), 8)
   drawn = draw(1.0, seeds, positions)

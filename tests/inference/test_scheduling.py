@@ -194,8 +194,11 @@ def test_nothing_compiles_after_warm_up(start):
   with pytest.raises(ValueError, match='call activate first'):
     start(activate=False).warm_up()
   engine = start(config(run_ahead=3))
-  shapes = engine.warm_up(cuts=True)
+  said = []
+  shapes = engine.warm_up(cuts=True, say=said.append)
   assert shapes == 2 * len(programs.step_sizes(NUMERICS, CONFIG)) + 2
+  assert len(said) == shapes
+  assert said[-1].startswith(f'{shapes} of {shapes} programs compiled, ')
   before = programs.compiled()
   requests = [
     dataclasses.replace(r, top_p=0.9 if n % 3 == 0 else 1.0)

@@ -452,9 +452,9 @@ def test_draining(serve, scripted):
     with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
       client.models.list()
       client.completions.create(model='m', prompt='x')
-    running.thread.join(10)
-    assert engine.cancelled == 1
-    assert 0.2 < time.monotonic() - began < 8
+    running.thread.join(60)  # the stream would go on for ever
+    assert engine.cancelled == 1 and not running.thread.is_alive()
+    assert time.monotonic() - began > 0.2
     stream.close()
 
 

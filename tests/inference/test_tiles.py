@@ -10,6 +10,7 @@ at the end.
 
 import asyncio
 import dataclasses
+import functools
 import zlib
 
 import hypothesis
@@ -377,3 +378,31 @@ def test_a_row_has_the_same_bits_in_a_tile():
     jax.tree.leaves(tiled), jax.tree.leaves(loose), strict=True
   ):
     np.testing.assert_array_equal(one[1:], other[1:])  # page 0 is scratch
+
+
+def test_rows_alone_have_the_same_bits():
+  """Of steps whose every row is its sequence's only one; the last is nobody's."""
+  numerics = dataclasses.replace(INTERPRETED, kernels='reference')
+  params = params_lib.init(transformer.spec(SMALL), jax.random.key(0))
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(0, 64, 3).astype(np.int32)
+  positions = np.asarray([5, 70, 0], np.int32)
+  table = np.asarray([[1, 0], [2, 4], [0, 0]], np.int32)
+  cache = transformer.init_cache(SMALL, numerics, 5)
+  cache = jax.tree.map(
+    lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), cache
+  )
+  (one, _, written), (other, _, before) = (
+    jax.jit(
+      functools.partial(transformer.step, alone=alone), static_argnums=(1, 2)
+    )(params, SMALL, numerics, cache, tokens, positions, table)
+    for alone in (True, False)
+  )
+  np.testing.assert_array_equal(one[:2], other[:2])
+  for new, old, start in zip(
+    *map(jax.tree.leaves, (written, before, cache)), strict=True
+  ):
+    np.testing.assert_array_equal(new[1:], old[1:])  # page 0 is scratch
+    assert np.any(np.asarray(new != start), axis=(1, 2, 3)).tolist() == [
+      *(False, True, False, False, True)
+    ]

@@ -9,6 +9,7 @@ import pytest
 
 from composer import config as config_lib
 from composer import params as params_lib
+from composer.inference import engine
 from composer.model import operations
 from composer.model import transformer
 from pallas_kernels import dispatch
@@ -165,6 +166,24 @@ def test_logprobs_among_kept_ids(mode):
   np.testing.assert_array_equal(packed, logprob)
 
 
+@pytest.mark.parametrize(
+  ('model', 'changes', 'rows', 'want'),
+  [
+    (GQA, {'mode': 'fast', 'kernels': ''}, 64, True),
+    (GQA, {'kernels': ''}, 64, False),  # XLA would fuse the two passes
+    (GQA, {}, 64, True),
+    (GQA, {'mode': 'aligned'}, 64, True),
+    (GQA, {}, 2**24, False),  # tens of gigabytes
+    (MLA, {}, 64, False),  # the expanded form's derivative is cheaper
+    (MLA, {'mla': 'expanded'}, 64, True),
+  ],
+)
+def test_what_the_backward_pass_reads(model, changes, rows, want):
+  numerics = config_lib.NumericsConfig(kernels='reference')
+  numerics = dataclasses.replace(numerics, **changes)
+  assert transformer._keeps(model, numerics, rows) is want
+
+
 TINY = dataclasses.replace(
   GQA, head_dim=128, dense_layers=0, experts_per_token=2
 )
@@ -220,7 +239,7 @@ def _packed(params, sequences):
 def _stepped(params, sequences):
   """The same of each sequence, in chunks and row by row, over pages.
 
-  Logprobs are those among all, and those over what was kept.
+  As an engine does: without a loop over layers. Logprobs are those among all, and those over what was kept.
   """
   rows, page = 66, np.array([[3, 1], [2, 4]])
 
@@ -271,7 +290,7 @@ def test_trainer_and_engine_have_the_same_bits_by_kernels():
   params = params_lib.init(transformer.spec(TINY), jax.random.key(0))
   sequences = _sequences()
   whole = _packed(params, sequences)
-  stepped = _stepped(params, sequences)
+  stepped = _stepped(engine.prepare(FIXED, params, split=True), sequences)
   for start, (own, kept), got in zip(STARTS, sequences, stepped, strict=True):
     at = slice(start, start + len(own))
     hidden, experts, logprob = [a[at] for a in whole]

@@ -23,7 +23,8 @@ from composer.environments.machines.pool import runner
 from composer.records import Task
 from composer.rewards import verify
 
-CONFIG = MachineConfig(warm=0, concurrent=4, exec_timeout_s=2.0)
+CONFIG = MachineConfig(warm=0, concurrent=4, exec_timeout_s=30.0)
+HASTY = dataclasses.replace(CONFIG, exec_timeout_s=2.0)  # some cheats hang
 RUNNER = runner()['runner.py']
 HONEST = 'def add(a, b):\n  return a + b\n'
 BROKEN = 'def add(a, b):\n  return a - b\n'
@@ -228,12 +229,12 @@ def test_honest_solutions(driver, task):
   )
   assert not some.solved and some.passed == 12
   assert also.solved
-  assert good.output == 'passed 16 of 16\n' and 0 < good.seconds < 10
+  assert good.output == 'passed 16 of 16\n' and good.seconds > 0
 
 
 @pytest.mark.parametrize('task', [TASK, PROGRAM], ids=['harness', 'program'])
 def test_no_cheat_is_solved(driver, task):
-  found, counters = grades(driver, task, CHEATS.values())
+  found, counters = grades(driver, task, CHEATS.values(), HASTY)
   for name, result in zip(CHEATS, found, strict=True):
     assert not result.solved, (name, result)
     assert result.passed <= 2, (name, result)  # what some constant gets right

@@ -1,7 +1,6 @@
 """Packing: every token once, aligned, and back again."""
 
 import dataclasses
-import time
 
 from hypothesis import given
 from hypothesis import settings
@@ -224,18 +223,12 @@ def test_refusals():
     do_pack(empty)
 
 
-def test_a_step_is_packed_densely_and_fast():
+def test_a_step_is_packed_densely():
   rng = np.random.default_rng(0)
   items = make_items(4, rng.integers(40, 150, 150).tolist())
   args = (items, 16, 256, 16, LAYERS, EXPERTS, 2048)
   _, placements = p.pack(*args)
   assert p.fill(placements, 16, 256) > 0.75
-  times = []
-  for _ in range(5):
-    start = time.perf_counter()
-    p.pack(*args)
-    times.append(time.perf_counter() - start)
-  assert min(times) < 0.05  # 3 ms on an idle core; room for a busy one
 
 
 @pytest.mark.parametrize(

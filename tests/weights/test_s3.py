@@ -194,7 +194,7 @@ def test_a_server_that_hangs_is_given_up_in_time(url, spoiled, monkeypatch):
   gate = threading.Event()
 
   def hanging(environ, start):
-    gate.wait(10)
+    gate.wait(60)
     return plain(environ, start)
 
   monkeypatch.setattr(store, 'WAIT_S', 0.3)
@@ -203,7 +203,7 @@ def test_a_server_that_hangs_is_given_up_in_time(url, spoiled, monkeypatch):
   started = time.monotonic()
   with pytest.raises(TimeoutError, match='longer than'):
     reader.poll()
-  assert time.monotonic() - started < 5 and reader.version is None
+  assert time.monotonic() - started < 30 and reader.version is None
   spoiled.app = plain
   gate.set()
   monkeypatch.undo()

@@ -138,12 +138,13 @@ def _write_sigmoid_experts(config: ModelConfig) -> dict[str, Any]:
     'topk_group': config.router_top_groups,
     'routed_scaling_factor': config.router_scale,
     'norm_topk_prob': config.normalise_gates,
-    'num_nextn_predict_layers': 0,
+    'num_nextn_predict_layers': config.mtp_layers,
   }
 
 
 def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
   needs = {
+    'mtp_layers': 0,
     'qk_norm': True,
     'router': 'softmax',
     'shared_experts': 0,
@@ -169,6 +170,7 @@ def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_llama(config: ModelConfig) -> dict[str, Any]:
+  _refuse(config, {'mtp_layers': 0}, 'LlamaForCausalLM')
   return {
     'architectures': ['LlamaForCausalLM'],
     'model_type': 'llama',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import dataclasses
 import re
 
 import numpy as np
@@ -17,6 +18,29 @@ Stored = names.Stored
 Tensor = tensors_lib.Tensor
 BFLOAT16 = tensors_lib.DTYPES['BF16']
 FLOAT32 = tensors_lib.DTYPES['F32']
+
+
+# A layer behind the last that drafts (`model/mtp.py`): what it has beside a layer,
+# and copies of the embedding and of the head that it has in common with the model.
+_DRAFTS = ('enorm', 'hnorm', 'eh_proj', 'shared_head.norm')
+_COPIES = ('embed_tokens.', 'shared_head.head.')
+
+
+def with_drafts(
+  found: Mapping[str, Tensor], described: architectures.Described
+) -> architectures.Described:
+  """The model with the layer that drafts, where its tensors are there.
+
+  A `config.json` may name one that was never saved. Others behind it are not
+  read.
+  """
+  at = f'model.layers.{described.config.layers}.'
+  names_of = tuple(f'{at}{name}.weight' for name in _DRAFTS)
+  there = {end for end in names_of for name in found if name.endswith(end)}
+  if not described.extra_layers or len(there) < len(names_of):
+    return described
+  config = dataclasses.replace(described.config, mtp_layers=1)
+  return dataclasses.replace(described, config=config)
 
 
 def canonical(
@@ -38,6 +62,7 @@ def canonical(
     prefix = ends[0].removesuffix('model.embed_tokens.weight')
   last = described.config.layers
   extra = range(last, last + described.extra_layers)
+  drafts = f'model.layers.{last}.' if described.config.mtp_layers else None
   kept, skipped = {}, {}
   for name, tensor in found.items():
     group = None
@@ -45,6 +70,9 @@ def canonical(
     layer = re.match(r'model\.layers\.(\d+)\.', plain)
     if prefix and plain == name:
       group = name.split('.')[0] + '.*'
+    elif drafts and plain.startswith(drafts):
+      if plain.removeprefix(drafts).startswith(_COPIES):
+        group = f'{prefix}copies for {drafts}*'
     elif layer and int(layer[1]) in extra:
       group = f'{prefix}model.layers.{layer[1]}.*'
     elif plain.endswith('.rotary_emb.inv_freq'):

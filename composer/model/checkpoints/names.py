@@ -223,6 +223,14 @@ def table(config: ModelConfig, interleaved: bool = True) -> tuple[Entry, ...]:
   for stack, kind, feed in (('dense', 'mlp', dense), ('layers', 'moe', sparse)):
     parts |= {f'{stack}/attention/{n}': x for n, x in attention.items()}
     parts |= {f'{stack}/{kind}/{n}': x for n, x in feed.items()}
+    parts |= {f'mtp/{kind}/{n}': x for n, x in feed.items()}
+  parts |= {f'mtp/attention/{n}': x for n, x in attention.items()}
+  parts |= {
+    'mtp/embed_norm': (Piece(f'{p}enorm.weight', (d,)),),
+    'mtp/hidden_norm': (Piece(f'{p}hnorm.weight', (d,)),),
+    'mtp/join': (Piece(f'{p}eh_proj.weight', (d,), (2, d)),),
+    'mtp/norm': (Piece(f'{p}shared_head.norm.weight', (d,)),),
+  }
   return tuple(
     _entry(config, name, spec, parts[name])
     for name, spec in params_lib.named(transformer.spec(config)).items()
@@ -236,9 +244,10 @@ def _entry(
   pieces: tuple[Piece, ...],
 ) -> Entry:
   stacked = sum(axis in ('layers', 'expert') for axis in spec.axes)
-  first = config.dense_layers if name.startswith('layers/') else 0
+  first = {'layers': config.dense_layers, 'mtp': config.layers}
   narrow = np.dtype(spec.published).itemsize < 4
-  return Entry(name, spec.shape, stacked, first, pieces, narrow)
+  at = first.get(name.split('/')[0], 0)
+  return Entry(name, spec.shape, stacked, at, pieces, narrow)
 
 
 # --- numbers in and out ------------------------------------------------------

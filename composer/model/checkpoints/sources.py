@@ -136,6 +136,7 @@ def _open_huggingface(path: Path) -> Source:
     raise ValueError(f'{path / "config.json"} is not JSON: {error}') from error
   described = architectures.read(document)
   found = tensors_lib.read_directory(path)
+  described = huggingface.with_drafts(found, described)
   entries = names.table(described.config, described.interleaved)
   named, skipped, prefix = huggingface.canonical(found, described)
   stored = huggingface.dequantised(named, described.quantised)

@@ -1,0 +1,133 @@
+"""What `composer bench mismatch` will run, compiled side by side before it is.
+
+On an accelerator compiling takes minutes, one thread a program, and measuring
+seconds. So everything starts to compile at once, with arguments of the right
+shapes and nothing in them, while the model is still being trained; who needs a
+program waits for that one. A function that was lowered and compiled is not
+compiled again when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent import futures
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from composer import config as config_lib
+from composer import params as params_lib
+from composer import records
+from composer.bench import mismatch_inputs as inputs
+from composer.inference import engine as engine_lib
+from composer.model import transformer
+from composer.rl import trainer
+
+THREADS = 12
+LIMIT_S = 900.0  # of one program, in which it has to be compiled
+
+
+@dataclasses.dataclass
+class Ahead:
+  """Names of what is compiled, and how far each is; close it in the end."""
+
+  pool: futures.ThreadPoolExecutor
+  say: Callable[[str], None]
+  found: dict[str, futures.Future]
+
+  def start(self, name: str, work: Callable[[], Any]) -> None:
+    """`work()` compiles what has that name."""
+
+    def run() -> None:
+      work()
+      self.say(f'compiled: {name}')
+
+    self.found[name] = self.pool.submit(run)
+
+  def wait(self, name: str) -> None:
+    """Until it is compiled; nothing where it was never started.
+
+    Raises:
+      TimeoutError: it takes longer than `LIMIT_S`.
+    """
+    if name in self.found:
+      self.found[name].result(LIMIT_S)
+
+  def close(self) -> None:
+    """Breaks off what has not begun."""
+    self.pool.shutdown(cancel_futures=True)
+
+
+def ahead(say: Callable[[str], None]) -> Ahead:
+  """Nothing yet, and threads."""
+  return Ahead(futures.ThreadPoolExecutor(THREADS), say, {})
+
+
+def stage(stage: inputs.Stage, batch: Any) -> None:
+  """The training step of a stage; `batch` is one of those to come."""
+  params = params_lib.abstract(transformer.spec(stage.model))
+  state = jax.eval_shape(lambda p: inputs.init_state(stage, p), params)
+  stage.step.lower(state, batch).compile()
+
+
+def engine(experiment: config_lib.Experiment) -> None:
+  """All programs of an engine, through one that nobody asks anything."""
+  model = experiment.model
+  one = engine_lib.Engine(model, experiment.numerics, experiment.engine)
+  try:
+    shapes = params_lib.abstract(transformer.spec(model))
+    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    one.activate(0, empty)
+    one.wait_active(0)
+    one.warm_up(seconds=LIMIT_S)
+  finally:
+    one.close()
+
+
+def score(experiment: config_lib.Experiment, step: trainer.Step) -> None:
+  """The trainer's forward."""
+  spec = transformer.spec(experiment.model)
+  shapes = params_lib.abstract(spec)
+  published = jax.eval_shape(lambda p: params_lib.to_published(spec, p), shapes)
+  batch = trainer.place(step, blank(experiment))
+  step.score.lower(published, batch, np.bool_(True)).compile()
+
+
+def gradient(experiment: config_lib.Experiment, step: trainer.Step) -> None:
+  """The trainer's forward and backward pass."""
+  shapes = params_lib.abstract(transformer.spec(experiment.model))
+  batch = trainer.place(step, blank(experiment))
+  step.gradient.lower(shapes, batch).compile()
+
+
+def blank(experiment: config_lib.Experiment, seed: int = 0) -> records.Batch:
+  """A full micro-batch of drawn tokens and routes, all of them sampled."""
+  rl, model = experiment.rl, experiment.model
+  shape = (rl.micro_batch, rl.sequence_length)
+  rng = np.random.default_rng(seed)
+  zeros = np.zeros(shape, np.float32)
+  layers, k = transformer.moe_layers(model), model.experts_per_token
+  routes = rng.permuted(
+    np.broadcast_to(
+      np.arange(model.experts, dtype=np.int16),
+      (*shape, layers, model.experts),
+    ),
+    axis=-1,
+  )[..., :k]
+  return records.Batch(
+    tokens=rng.integers(0, model.vocab_size, shape).astype(np.int32),
+    segment_ids=np.ones(shape, np.int32),
+    positions=np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
+    loss_mask=np.ones(shape, bool),
+    behaviour_logprobs=zeros - 5.0,
+    reference_logprobs=zeros,
+    temperatures=zeros + 1.0,
+    advantages=zeros + 1.0,
+    experts=np.ascontiguousarray(routes),
+    versions=np.zeros(shape, np.int32),
+    weights=zeros + 1.0 / zeros.size,
+    auditable=np.zeros(shape, bool),
+  )
