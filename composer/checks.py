@@ -347,3 +347,10 @@ def check_drafts(experiment: config.Experiment) -> None:
     "engine.draft='mtp' with model.mtp_layers=0",
     'give the model the layer that drafts (1), or draft by ngram',
   )
+  stage = experiment.midtrain
+  require(
+    stage.mtp_depth < stage.sequence_length,
+    f'midtrain.mtp_depth={stage.mtp_depth} with'
+    f' midtrain.sequence_length={stage.sequence_length}',
+    'a row has to hold what is predicted, predict fewer tokens further',
+  )

@@ -250,6 +250,21 @@ def init_state(
   )
 
 
+def check_layout(
+  model: config_lib.ModelConfig,
+  config: config_lib.MidtrainConfig,
+  layout: mesh_lib.Layout | None,
+) -> None:
+  """Raises ValueError where a layer that drafts is to learn over a layout."""
+  learns = model.mtp_layers and config.mtp_weight > 0 and config.steps
+  if learns and layout is not None:
+    raise ValueError(
+      f'model.mtp_layers={model.mtp_layers} is trained where a device computes a'
+      f' step whole, and there are {layout.mesh.size}; set midtrain.mtp_weight=0'
+      ' to leave it as it is, or train on one'
+    )
+
+
 def make_train_step(
   model: config_lib.ModelConfig,
   numerics: config_lib.NumericsConfig,
@@ -262,15 +277,10 @@ def make_train_step(
   it computes; without one, wherever they lie, XLA decides.
 
   Raises:
-    ValueError: a layer that drafts would have to learn over a layout.
+    ValueError: see `check_layout`.
   """
+  check_layout(model, config, layout)
   drafting = bool(model.mtp_layers) and config.mtp_weight > 0
-  if drafting and layout is not None:
-    raise ValueError(
-      f'model.mtp_layers={model.mtp_layers} is trained where a device computes a'
-      f' step whole, and there are {layout.mesh.size}; set midtrain.mtp_weight=0'
-      ' to leave it as it is, or train on one'
-    )
   optimizer, rate = make_optimizer(config, drafting), learning_rate(config)
   gradient = functools.partial(
     jax.value_and_grad(loss_fn, has_aux=True), config=model, numerics=numerics

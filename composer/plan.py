@@ -36,7 +36,9 @@ from composer import mesh as mesh_lib
 from composer import midtrain
 from composer import params as params_lib
 from composer.inference import batches
+from composer.inference import drafts
 from composer.inference import programs as programs_lib
+from composer.inference import speculate
 from composer.model import transformer
 from composer.rl import pack
 from composer.rl import trainer
@@ -292,6 +294,13 @@ def _decoding(experiment: config_lib.Experiment, devices: list[Any]) -> Program:
   layout = mesh_lib.layout(mesh, parallel, 'rollout') if held > 1 else None
   if layout:
     mesh_lib.check_experts(layout, model.experts)
+  drafting = engine.draft == drafts.ON_DEVICE
+  if drafting and layout:
+    raise ValueError(
+      f'engine.draft={engine.draft!r} with parallel.rollout_expert={held}: the'
+      ' layer that drafts runs where a chip holds the experts whole; set'
+      ' parallel.rollout_expert=1, or draft by ngram'
+    )
   spec = transformer.spec(model)
   parts = mesh_lib.shardings(spec, mesh_lib.ROLLOUT_RULES, mesh)
   published = jax.tree.map(
@@ -301,9 +310,8 @@ def _decoding(experiment: config_lib.Experiment, devices: list[Any]) -> Program:
   )
   params = _abstract(published, parts)
   rows = NamedSharding(mesh, PartitionSpec('expert'))
-  cache = jax.eval_shape(
-    lambda: transformer.init_cache(model, numerics, engine.pages * held)
-  )
+  init = speculate.init_caches if drafting else transformer.init_cache
+  cache = jax.eval_shape(lambda: init(model, numerics, engine.pages * held))
   cache = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), cache
   )
@@ -322,6 +330,9 @@ def _decoding(experiment: config_lib.Experiment, devices: list[Any]) -> Program:
   )
 
   def local(params, cache, last, batch):
+    if drafting:
+      first = model, numerics, engine.draft_tokens
+      return speculate.mixed.__wrapped__(*first, params, cache, last, *batch)
     return programs_lib.mixed.__wrapped__(
       model, numerics, params, cache, last, *batch, layout=layout
     )

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import dataclasses
 import datetime
 import importlib
@@ -169,7 +170,8 @@ def run(
     measured.
 
   Raises:
-    ValueError: an operation that there is not, or a file of another device.
+    ValueError: an operation that there is not, or a file of another device or
+      that is no table.
   """
   # Else jax takes three quarters of the memory, and PyTorch finds none.
   os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
@@ -191,7 +193,9 @@ def run(
   apart = dispatch.platform() == 'gpu' if apart is None else apart
   source = bench_processes.rows if apart else _here
   limits = not set(LIMITS) <= set(table)
-  return _report(source(wanted, limits), table, json_path)
+  # Closed, whatever ends the report: no process stays.
+  with contextlib.closing(source(wanted, limits)) as events:
+    return _report(events, table, json_path)
 
 
 def _here(wanted: list[tuple[str, int]], limits: bool) -> Iterator[Any]:
@@ -221,16 +225,30 @@ def _table(path: pathlib.Path | None) -> dict[str, Any]:
   }
   if path is None:
     return table
-  found = json.loads(path.read_text(encoding='utf-8'))
+  found = _read(path)
   for name in ('device', 'jax', 'finished'):
     if name not in found or name != 'finished' and found[name] != table[name]:
       raise ValueError(
         f'{path} has {name}={found.get(name)!r}, and here it is'
         f' {table[name]!r}; write to another file'
       )
-  kept = [row for row in found['rows'] if row['case'] in found['finished']]
+  kept = [row for row in found['rows'] if row.get('case') in found['finished']]
   found['rows'] = kept
   return table | found
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+  """What `_write` wrote; ValueError where it is something else."""
+  try:
+    found = json.loads(path.read_text(encoding='utf-8'))
+    for row in found['rows']:
+      Row(**row)
+    return found
+  except (ValueError, LookupError, TypeError) as error:
+    raise ValueError(
+      f'{path} is no table of this benchmark ({bench_rows.reason(error)}); it'
+      ' cannot be gone on with: write to another file, or without resume'
+    ) from None
 
 
 def _report(events: Iterator[Any], table: dict[str, Any], json_path) -> int:

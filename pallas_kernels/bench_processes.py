@@ -134,7 +134,10 @@ def _next(worker: Worker, seconds: float) -> Any:
     try:
       line = worker.lines.get(timeout=max(seconds, 0.0))
     except queue.Empty:
-      raise _Ended(f'nothing came for {max(seconds, 0.0):.0f} s') from None
+      raise _Ended(
+        f'nothing came: {COMPILING:.0f} s are given to compile, {MEASURING:.0f}'
+        ' to a row'
+      ) from None
     if line is None:
       raise _Ended(f'its process ended: {_last_words(worker)}')
     if line.startswith(MARK):

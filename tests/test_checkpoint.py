@@ -189,6 +189,24 @@ def test_another_model_is_refused(tmp_path):
     ask(MODEL, 'tokenizer-2')
 
 
+def test_a_checkpoint_that_is_older_than_a_field_of_the_model(tmp_path):
+  """It computed what the default says."""
+  state, model = make_state(), dataclasses.asdict(MODEL)
+  del model['mtp_layers'], model['yarn']['beta_fast']
+  older = {**IDENTITY, 'model': model}
+  checkpoint.save(str(tmp_path), 1, state, {}, identity=older).wait()
+  assert checkpoint.restore(
+    str(tmp_path), checkpoint.abstract(state), identity=IDENTITY
+  )
+  other = dataclasses.replace(MODEL, mtp_layers=1)
+  with pytest.raises(ValueError, match=r'mtp_layers: got 0, expected 1'):
+    checkpoint.restore(
+      str(tmp_path),
+      checkpoint.abstract(state),
+      identity=checkpoint.identity(other, 'tokenizer-1'),
+    )
+
+
 def test_other_arrays_are_refused_by_name(tmp_path):
   state = make_state()
   save(tmp_path, state)

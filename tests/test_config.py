@@ -243,6 +243,10 @@ def test_defaults_are_valid():
     (['engine.max_context=200'], 'use 208'),
     (['engine.draft=mtp'], r'model\.mtp_layers=0; give the model the layer'),
     (['model.mtp_layers=2'], 'model.mtp_layers=2; one layer drafts'),
+    (
+      ['midtrain.mtp_depth=5000'],
+      r'midtrain\.mtp_depth=5000 with midtrain\.seq',
+    ),
     (['session.context_tokens=176'], r'engine\.max_context=192 does not hold'),
     (['engine.max_context=112'], r'does not hold session\.context_tokens=120'),
     (['rl.sequence_length=176'], r'shorter than engine\.max_context=192'),

@@ -152,6 +152,27 @@ def test_the_decode_step_is_the_program_that_an_engine_sends(held):
   assert found.flops > head and found.unknown <= {'while loop'}
 
 
+def test_the_layer_that_drafts_is_planned_where_it_runs():
+  def drafting(held, **stage):
+    return dataclasses.replace(
+      EXPERIMENT,
+      model=dataclasses.replace(LATENT, mtp_layers=1),
+      engine=dataclasses.replace(EXPERIMENT.engine, draft='mtp'),
+      parallel=dataclasses.replace(EXPERIMENT.parallel, rollout_expert=held),
+      midtrain=dataclasses.replace(EXPERIMENT.midtrain, **stage),
+    )
+
+  program = by_name(drafting(1, mtp_weight=0))['decode step']
+  sampled, caches, _ = program.function.trace(*program.args).out_info
+  engine = EXPERIMENT.engine
+  assert sampled.proposed.shape == (1, engine.sequences, engine.draft_tokens)
+  assert jax.tree.leaves(caches.drafts)[0].shape[0] == engine.pages
+  with pytest.raises(ValueError, match='parallel.rollout_expert=1'):
+    by_name(drafting(2, mtp_weight=0))
+  with pytest.raises(ValueError, match='midtrain.mtp_weight=0'):
+    by_name(drafting(1))
+
+
 def test_the_trillion_parameter_experiment_is_one():
   experiment = config_lib.validate(config_lib.load(KIMI))
   assert experiment.midtrain.sequence_length == 32_768

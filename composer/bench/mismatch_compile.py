@@ -53,8 +53,11 @@ class Ahead:
     Raises:
       TimeoutError: it takes longer than `LIMIT_S`.
     """
-    if name in self.found:
-      self.found[name].result(LIMIT_S)
+    if name not in self.found:
+      return
+    if not futures.wait([self.found[name]], LIMIT_S).done:
+      raise TimeoutError(f'{name} is not compiled within {LIMIT_S:.0f} s')
+    self.found[name].result()
 
   def close(self) -> None:
     """Breaks off what has not begun."""

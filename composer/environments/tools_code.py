@@ -81,9 +81,13 @@ def _text(path: str, data: bytes) -> str:
 async def _view(machine: Machine, task: Task, arguments: Arguments):
   """As `read`, a line's number before each."""
   del task
-  start, shown, _ = await _lines(machine, arguments)
+  start, shown, total = await _lines(machine, arguments)
   numbered = ''.join(f'{start + i} {x}' for i, x in enumerate(shown))
-  return ToolResult(cut(numbered).rstrip('\n') or '(empty)')
+  text = cut(numbered).rstrip('\n') or '(empty)'
+  last = start + len(shown) - 1
+  if 'end' not in arguments and last < total:
+    text += f'\n(lines {start} to {last} of {total})'
+  return ToolResult(text)
 
 
 async def _replace(machine: Machine, task: Task, arguments: Arguments):
@@ -98,9 +102,12 @@ async def _replace(machine: Machine, task: Task, arguments: Arguments):
   if not 1 <= start <= end <= len(lines):
     raise ValueError(f'lines {start} to {end}; {path} has {len(lines)}')
   old = lines[start - 1]
+  bare = old.rstrip(b'\r\n')
   if not text[:1].isspace():
-    text = old[: len(old) - len(old.lstrip())].decode(errors='replace') + text
-  new = text.rstrip('\n').encode() + b'\n'
+    text = bare[: len(bare) - len(bare.lstrip())].decode() + text
+  new = text.rstrip('\r\n').encode() + b'\n'
+  if old.endswith(b'\r\n'):
+    new = re.sub(rb'\r?\n', b'\r\n', new)
   lines[start - 1 : end] = [new] if text.strip() else []
   await machine.write(path, b''.join(lines))
   return ToolResult(f'replaced lines {start} to {end}')

@@ -85,7 +85,9 @@ def run(
 def _train(experiment, workdir, resume, stop, alone: bool) -> None:
   """Both stages, and with `alone` false the other roles as threads."""
   mesh = _mesh(experiment)
-  processes.lead_first(lambda: _prepare(experiment, workdir, resume, alone))
+  processes.lead_first(
+    lambda: _prepare(experiment, workdir, resume, alone, mesh)
+  )
   identity = checkpoint.identity(
     experiment.model, tokenizer_lib.load(experiment.tokenizer).fingerprint
   )
@@ -141,10 +143,12 @@ def _mesh(experiment: config_lib.Experiment) -> Mesh:
   return mesh
 
 
-def _prepare(experiment, workdir, resume, alone: bool) -> None:
+def _prepare(experiment, workdir, resume, alone: bool, mesh: Mesh) -> None:
   """Refuses what cannot work; else the directory is this run's."""
   if workdir_lib.check(experiment, workdir, resume):
     return
+  layout = mesh_lib.train_layout(experiment.numerics, mesh, experiment.parallel)
+  midtrain.check_layout(experiment.model, experiment.midtrain, layout)
   if not alone or _plays(experiment):
     task_sets.build_tasks(experiment.tasks)
   if experiment.weights.exchange:

@@ -163,7 +163,16 @@ class Engine:
     version that computed them, and `versions` says which. With
     `engine.on_new_weights='restart'` they are computed again from their tokens.
     Returns at once.
+
+    Raises:
+      ValueError: the layer that drafts is not among them, and is needed.
     """
+    if self._config.draft == drafts.ON_DEVICE and 'mtp' not in params:
+      raise ValueError(
+        f'version {version} has no `mtp`, the layer that drafts, and'
+        f' engine.draft={self._config.draft!r} needs it; publish a model with'
+        ' model.mtp_layers=1, or draft by ngram'
+      )
     params = prepare(self._numerics, params)
     with self._wake:
       self._pending_weights, self._given = (version, params), True

@@ -15,9 +15,11 @@ any draft (`drafts`).
 A draft is drawn from q with the very random numbers with which the model will
 draw from p at that position. Where q is p, it is what the model draws. Where
 the two differ, it is so less often than they overlap, which is what rejection
-sampling would keep: that is the price of no draw depending on a draft (Daliri,
-Musco and Suresh, 2024, "Coupling without communication", bound what such drafts
-can be sure of by (1 - d) / (1 + d), where the overlap is 1 - d).
+sampling would keep: that is the price of no draw depending on a draft. Where the
+overlap is 1 - d, no way to draw the two apart is sure of more than
+(1 - d) / (1 + d) for every p and q (Daliri, Musco and Suresh, 2024, "Coupling
+without communication"), and this one, which inverts sums, not even of that: a
+little more at the front shifts all behind it.
 
 The layer computes in `fast`: no bit of an answer depends on it.
 """

@@ -180,7 +180,7 @@ def _keeps(config: ModelConfig, numerics: NumericsConfig, rows: int) -> bool:
   latent = config.kv_lora and mla.form(numerics, training=True) == 'absorbed'
   if latent or not operations.of(numerics).fixed:
     return False
-  d, experts = config.width, config.experts_per_token
+  d, f = config.width, config.expert_hidden
   # About, of a token: four states, queries, keys and values before and after
   # they are turned, heads, and what goes in and out of a feed-forward.
   keys, k = config.kv_heads, config.head_dim
@@ -188,7 +188,10 @@ def _keeps(config: ModelConfig, numerics: NumericsConfig, rows: int) -> bool:
     keys, k = config.heads, config.nope_dim + config.rope_dim
   states = 4 * d + (3 * config.heads + 4 * keys) * k
   dense = config.dense_layers * (states + config.dense_hidden)
-  sparse = experts * (3 * d + config.expert_hidden)
+  sparse = config.experts_per_token * (3 * d + f)
+  if numerics.moe == 'dense':  # of every expert, and again by its gate
+    sparse = 2 * config.experts * f
+  sparse += config.shared_experts * f
   numbers = dense + moe_layers(config) * (states + sparse)
   return rows * numbers * jnp.dtype(layers.dtype(numerics)).itemsize <= KEPT
 

@@ -242,13 +242,16 @@ def replace(path: str, before: str, after: str) -> Message:
     first, first_new = first - 1 + down, first_new - 1 + down
     last, last_new = last + down, last_new + down
   text = ''.join(new[first_new:last_new]).rstrip('\n')
-  if _indentation(text) == _indentation(old[first]):
-    text = text.lstrip()
+  kept = _indentation(text)
+  if kept == _indentation(old[first]):
+    text = text[len(kept) :]
   return _turn('replace', path=path, start=first + 1, end=last, text=text)
 
 
 def _indentation(text: str) -> str:
-  return text[: len(text) - len(text.lstrip())]
+  """Of its first line."""
+  line = text.partition('\n')[0]
+  return line[: len(line) - len(line.lstrip())]
 
 
 def _changed(old: Sequence[str], new: Sequence[str]) -> tuple[int, ...]:

@@ -204,7 +204,8 @@ def _tuned(
 ):
   """Tiles of the tunings, by the pass, rows a group, K and N.
 
-  Rows a group are many, or few; of few a tuning may set scarce ones apart.
+  Rows a group are many, or few; of few a tuning may set scarce ones apart, but
+  not for gated products: of narrow tiles they have no half.
   """
   from pallas_kernels import mosaic
   from pallas_kernels.grouped_matmul import gpu
@@ -212,7 +213,7 @@ def _tuned(
   table = dispatch.tuning(NAME)
   amount = 'many' if m >= MANY * groups else 'few'
   keys = [f'{pass_} {amount} {k} {n}', f'{pass_} {amount}']
-  if m <= SCARCE * groups:
+  if m <= SCARCE * groups and not gated:
     keys.insert(0, f'{pass_} scarce {k} {n}')
   for key in keys:
     if key in table:

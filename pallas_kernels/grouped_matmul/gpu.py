@@ -212,7 +212,7 @@ def multiply_tiles(
 
   Args:
     table: references to `groups.row_tiles`, of tiles of all consumers' rows.
-    count: its count.
+    count: its second result, of which `groups.count_of` is the count.
     x: reference [M, K].
     w: reference [E, K, N], or as `work` says.
     stages: references to `ring`.

@@ -61,7 +61,7 @@ def test_a_blank_batch_is_full():
   assert batch.weights.sum() == pytest.approx(1)
 
 
-def test_waiting():
+def test_waiting(monkeypatch):
   said, go = [], threading.Event()
   ahead = mismatch_compile.ahead(said.append)
 
@@ -75,6 +75,10 @@ def test_waiting():
     with pytest.raises(ValueError, match='no such shape'):
       ahead.wait('bad')
     assert not said
+    with monkeypatch.context() as short:
+      short.setattr(mismatch_compile, 'LIMIT_S', 0.01)
+      with pytest.raises(TimeoutError, match='slow is not compiled within'):
+        ahead.wait('slow')
     go.set()
     ahead.wait('slow')
     assert said == ['compiled: slow']

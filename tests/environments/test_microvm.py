@@ -517,10 +517,11 @@ class TestImages:
     ('user', 'powers', 'spans', 'becomes'),
     [
       (1000, 0, '0 0 4294967295', 0),  # no root: stays who it is
-      (0, 0xC1, '0 0 4294967295', 0x70000000),
-      (0, 0xC1, '0 100000 65536', 65534),  # a root of few users
-      (0, 0xC1, '0 1000 1', 0),  # of one
-      (0, 0x81, '0 0 4294967295', 0),  # who may not change its groups
+      (0, 0xE3, '0 0 4294967295', 0x70000000),
+      (0, 0xE3, '0 100000 65536', 65534),  # a root of few users
+      (0, 0xE3, '0 1000 1', 0),  # of one
+      (0, 0xA3, '0 0 4294967295', 0),  # who may not change its groups
+      (0, 0xC3, '0 0 4294967295', 0),  # who could not end what it started
     ],
   )
   def test_who_a_hypervisor_becomes(

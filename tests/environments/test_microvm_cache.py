@@ -121,6 +121,34 @@ def test_whoever_waited_for_a_lock_that_went_makes_another(folder, monkeypatch):
     assert seen and seen != [os.fstat(ours.fileno()).st_ino]
 
 
+def test_nothing_goes_that_a_link_leads_to(folder):
+  away = folder.parent / f'{folder.name}-away'
+  away.mkdir()
+  (away / cache.FACTS).touch()
+  (folder / 'f').symlink_to(away)
+  (folder / 'g').symlink_to(away / cache.FACTS)
+  (folder / 'b' / 'link').symlink_to(away)
+  os.utime(folder / 'b', (0, 0))
+  assert len(cache.prune(str(folder), 0)) == 5
+  assert names(folder) == ['f', 'g', 'kvm-1']
+  assert (away / cache.FACTS).exists()
+
+
+def test_half_removed_is_no_state(folder, monkeypatch):
+  """Whoever removes may be ended, or may not go on: the rest goes later."""
+  (folder / 'e' / cache.FACTS).touch()
+  os.utime(folder / 'e', (1, 1))
+
+  def refuse(path):
+    raise PermissionError(path)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(cache.shutil, 'rmtree', refuse)
+    removed = cache.prune(str(folder), 3 * MB + MB // 2)
+  assert [name for name, _ in removed] == ['a']
+  assert [x.name for x in (folder / 'e').iterdir()] == ['memory']
+
+
 def test_what_has_gone_is_not_held(folder):
   with pytest.raises(FileNotFoundError):
     cache.hold(str(folder / 'gone'))
@@ -132,6 +160,20 @@ def test_two_prune_at_once(folder, monkeypatch):
   monkeypatch.setattr(cache.os, 'listdir', lambda _: [*listed, 'gone'])
   assert len(cache.prune(str(folder), 0)) == 5
   assert cache.prune(str(folder), 0) == []
+
+
+def test_what_is_used_meanwhile_stays(folder, monkeypatch):
+  """Its user has touched it and is on the way to its lock."""
+  size_of = cache.size_of
+
+  def touched(path):
+    if path == str(folder / 'a'):
+      os.utime(path)
+    return size_of(path)
+
+  monkeypatch.setattr(cache, 'size_of', touched)
+  assert 'a' not in dict(cache.prune(str(folder), 0))
+  assert (folder / 'a').exists()
 
 
 def test_what_was_removed_is_said(monkeypatch, capsys):

@@ -428,6 +428,46 @@ class TestChoice:
       )
     assert [x.name for x in tmp_path.iterdir()] == ['key.lock']
 
+  def test_a_state_whose_facts_were_not_written_is_made_again(
+    self, hypervisor, monkeypatch, tmp_path
+  ):
+    """The disk was full, or somebody ended us."""
+    config = {'cache': str(tmp_path), 'kernels': {}, 'initrds': []}
+    names = {'kvm': '', 'accelerator': 'tcg', 'hypervisor': 'qemu'}
+    names['versions'] = {'qemu': '7.2'}
+    boots = []
+
+    def boot(config, folder):
+      os.mkdir(folder)
+      boots.append(folder)
+      return {'kernel': '6'}
+
+    def full(facts, file):
+      raise OSError('no space left')
+
+    monkeypatch.setattr(hypervisor, 'boot', boot)
+    monkeypatch.setattr(hypervisor, 'choose', lambda x: x.update(names))
+    monkeypatch.setattr(hypervisor, 'key_of', lambda _: 'key')
+    with monkeypatch.context() as patch:
+      patch.setattr(hypervisor.json, 'dump', full)
+      with pytest.raises(OSError, match='no space'):
+        hypervisor.find_template({**config})
+    for _ in range(2):
+      _, facts = hypervisor.find_template({**config})
+      assert facts['kernel'] == '6' and len(boots) == 2
+
+  def test_a_state_is_of_one_user(self, hypervisor, monkeypatch):
+    """Whose memory a root's machines, users of their own, could not open."""
+    names = 'image_digest accelerator cpu memory_mb processes disk_mb'.split()
+    names += ['output_bytes', 'cpu_s', 'start', 'agent']
+    config = dict.fromkeys(names, '') | {'hypervisor': 'qemu', 'khz': 2e6}
+    config['versions'] = {'qemu': '7.2'}
+    keys = set()
+    for user in (0, 1000, 1000):
+      monkeypatch.setattr(hypervisor.os, 'geteuid', lambda user=user: user)
+      keys.add(hypervisor.key_of(config))
+    assert len(keys) == 2
+
   def test_old_verdicts_go_while_another_process_does_the_same(
     self, hypervisor, monkeypatch, tmp_path
   ):

@@ -150,6 +150,19 @@ def test_many_candidates_of_few_functions():
   ]
 
 
+def test_a_pattern_that_fits_no_candidate_is_an_error(tmp_path, monkeypatch):
+  """Not a build of nothing; what ids look like is said."""
+
+  async def survey(*_):
+    lines = {'box/__init__.py': {n: frozenset({'t'}) for n in range(99)}}
+    return survey_lib.Survey({'t': 0.1}, (), 0, (), lines)
+
+  monkeypatch.setattr(factory.survey_lib, 'survey', survey)
+  options = factory.Options(only='no-such')
+  with pytest.raises(ValueError, match="only='no-such'.*none of .*'__init__-"):
+    asyncio.run(factory.build(source(), tmp_path, options))
+
+
 def test_flaky_tests_are_no_witnesses(monkeypatch):
   runs = iter('passed failed passed'.split())
 

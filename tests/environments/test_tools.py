@@ -225,6 +225,29 @@ def test_view_numbers_lines_and_replace_takes_the_numbers(driver):
   assert 'lines 5 to 5; a.py has 4' in beyond.text
 
 
+def test_replace_keeps_how_lines_end_and_blank_ones_are_lines(driver):
+  files = {'a.py': 'if x:\n\n  \n  y\n', 'b.py': 'a\r\n  b\r\nc\r\n'}
+  files |= {'long.txt': 'x\n' * 401, 'empty.py': '', 'outside': ''}
+  *good, empty, out, one, two, long = play(
+    driver,
+    files,
+    ('replace', {'path': 'a.py', 'start': 2, 'end': 2, 'text': 'z'}),
+    ('replace', {'path': 'a.py', 'start': 3, 'end': 3, 'text': 'z'}),
+    ('replace', {'path': 'b.py', 'start': 2, 'end': 2, 'text': 'd\n  e'}),
+    ('replace', {'path': 'empty.py', 'start': 1, 'end': 1, 'text': 'x'}),
+    ('replace', {'path': '../outside', 'start': 1, 'end': 1, 'text': 'x'}),
+    ('read', {'path': 'a.py'}),
+    ('read', {'path': 'b.py'}),
+    ('view', {'path': 'long.txt'}),
+  )
+  assert all(x.ok for x in good)
+  assert one.text == 'if x:\nz\n  z\n  y\n'
+  assert two.text == 'a\r\n  d\r\n  e\r\nc\r\n'
+  assert long.text.endswith('\n400 x\n(lines 1 to 400 of 401)')
+  assert 'lines 1 to 1; empty.py has 0' in empty.text
+  assert not empty.ok and not out.ok
+
+
 def test_edit_wants_one_place(driver):
   text = 'a = 1\nb = 1\nfoo(\n  x)\naaa\n'
   good, twice, gone, spaces, overlap, same, empty, none, after = play(

@@ -122,6 +122,9 @@ def test_devices_and_processes_that_do_not_fit(tmp_path, monkeypatch):
   workdir = tmp_path / 'run'
   odd = changed(tiny(), 'rl', micro_batch=12)
   refused(odd, workdir, 'rl.micro_batch=12', '8 devices', 'multiple of 8')
+  spread = changed(tiny(), 'numerics', mode='fast')
+  drafting = changed(spread, 'model', mtp_layers=1)
+  refused(drafting, workdir, 'model.mtp_layers=1', 'midtrain.mtp_weight=0')
   two = changed(tiny(), 'fleet', trainer_processes=2)
   refused(two, workdir, 'fleet.trainer_processes=2', '--role', role='all')
   monkeypatch.delenv(processes.COORDINATOR, raising=False)

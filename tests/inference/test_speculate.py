@@ -176,3 +176,14 @@ def test_nothing_is_compiled_while_it_serves(start):
 def test_a_model_without_the_layer_is_refused():
   with pytest.raises(ValueError, match='model.mtp_layers=0'):
     engine_lib.Engine(serving.MODEL, NUMERICS, DRAFTING)
+
+
+def test_weights_without_the_layer_are_refused(start):
+  engine = start()
+  asked = request(range(5), 0, 4)
+  before = answer(engine, asked)
+  without = {n: x for n, x in params().items() if n != 'mtp'}
+  with pytest.raises(ValueError, match='version 1 has no .mtp.'):
+    engine.activate(1, without)
+  assert_equal_answers(answer(engine, asked), before)
+  assert engine.version == 0

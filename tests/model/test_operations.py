@@ -28,6 +28,7 @@ GQA = config_lib.ModelConfig(
   experts=4,
   expert_hidden=64,
 )
+MANY = dataclasses.replace(GQA, experts=256)
 MLA = dataclasses.replace(
   GQA, q_lora=64, kv_lora=64, nope_dim=64, rope_dim=64, value_dim=64
 )
@@ -174,6 +175,8 @@ def test_logprobs_among_kept_ids(mode):
     (GQA, {}, 64, True),
     (GQA, {'mode': 'aligned'}, 64, True),
     (GQA, {}, 2**24, False),  # tens of gigabytes
+    (MANY, {}, 2**19, False),  # all of whose experts compute every token
+    (MANY, {'moe': 'sorted'}, 2**19, True),
     (MLA, {}, 64, False),  # the expanded form's derivative is cheaper
     (MLA, {'mla': 'expanded'}, 64, True),
   ],

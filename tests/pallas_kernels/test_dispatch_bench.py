@@ -1,9 +1,12 @@
 """Which implementation runs, what it warns of, and the benchmark's table."""
 
 import dataclasses
+import functools
 import json
 import warnings
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import bench
@@ -12,6 +15,7 @@ from pallas_kernels import bench_rows
 from pallas_kernels import bench_time
 from pallas_kernels import dispatch
 from pallas_kernels import grouped_matmul
+from pallas_kernels import mosaic
 from pallas_kernels.grouped_matmul import gpu
 from pallas_kernels.token_logprob import gpu as logprob_gpu
 
@@ -46,7 +50,9 @@ def test_tunings_are_tiles_that_fit(monkeypatch):
       tiles = gpu.Tiles(**values)
       gpu._scratch(gpu.Work(tiles, 7168, 2048, 132), 'bfloat16', 'bfloat16')
       assert key.split()[0] in ('rows', 'weights')
-    monkeypatch.setattr(dispatch, 'device_key', lambda path=path: path.stem)
+    monkeypatch.setattr(
+      dispatch, 'tuning', lambda name, table=table: table[name]
+    )
     for key in table.get('token_logprob', {}):
       tiles = logprob_gpu._tuned(int(key.removeprefix('depth ')))
       assert (tiles.columns, tiles.rows) == (logprob_gpu.BLOCK, 64)
@@ -62,6 +68,23 @@ def test_tunings_go_by_rows_a_group(monkeypatch):
   for rows, stages in ((1024, 3), (1023, 5), (9, 5), (8, 6)):
     assert grouped_matmul._tuned('rows', rows, 128, 64, 4).stages == stages
   assert grouped_matmul._tuned('rows', 8, 128, 128, 4).stages == 5
+  assert grouped_matmul._tuned('rows', 8, 128, 64, 4, gated=True).stages == 5
+
+
+@pytest.mark.parametrize('rows', [1, 64])
+def test_tuned_sizes_lower_gated_as_well(monkeypatch, rows):
+  """A few rows of Kimi's experts: tiles of plain products may be too narrow."""
+  table = json.loads((dispatch.TUNINGS / 'h100.json').read_text())
+  monkeypatch.setattr(dispatch, 'tuning', lambda name: table[name])
+  some = lambda *size: jax.ShapeDtypeStruct(size, jnp.bfloat16)  # noqa: E731
+  sizes = {tuple(map(int, key.split()[2:])) for key in table['grouped_matmul']}
+  for k, n in sizes:
+    text = mosaic.lower(
+      functools.partial(grouped_matmul.grouped_matmul, gated=True),
+      *(some(rows, k), some(rows, k, 2, n)),
+      jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+    assert 'mosaic_gpu' in text
 
 
 def test_bench_on_cpu(tmp_path, capsys):
@@ -162,8 +185,32 @@ def test_what_was_measured_stays_and_is_gone_on_with(
   path.write_text(json.dumps(second | {'device': 'an abacus'}))
   with pytest.raises(ValueError, match="device='an abacus'"):
     bench.run(None, path, resume=True)
+  for text in ('{"rows": [', '[]', '{}', '{"rows": [{"who": "ours"}]}', '\xff'):
+    path.write_text(text, encoding='latin-1')
+    with pytest.raises(ValueError, match='kernels.json is no table'):
+      bench.run(None, path, resume=True)
   with pytest.raises(ValueError, match='give json_path'):
     bench.run(None, resume=True)
+
+
+def test_what_measures_ends_with_the_report(monkeypatch, tmp_path):
+  """Else processes would live as long as somebody looks at the error."""
+  closed = []
+
+  def source(wanted, limits):
+    try:
+      yield dict.fromkeys(bench.LIMITS, 1.0)
+    finally:
+      closed.append(True)
+
+  def full(*_):
+    raise OSError('no space left')
+
+  monkeypatch.setattr(bench, '_here', source)
+  monkeypatch.setattr(bench, '_write', full)
+  with pytest.raises(OSError, match='no space') as held:
+    bench.run(['norm'], tmp_path / 'kernels.json', apart=False)
+  assert closed and held
 
 
 def test_both_shares_are_printed():

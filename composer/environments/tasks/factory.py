@@ -124,7 +124,10 @@ async def build(
   pool = Pool(config, toolbox.harness())
   try:
     job = _Job(pool, image, name, survey, options, folder, progress, report)
-    await _try_all(job, candidates(source, survey, options), began)
+    queue = candidates(source, survey, options)
+    if options.only and not queue:
+      raise ValueError(_unmatched(source, survey, options))
+    await _try_all(job, queue, began)
   finally:
     await pool.close()
   return _finish(job, time.monotonic() - began)
@@ -168,6 +171,15 @@ def candidates(
     for queue in queues
     if turn < len(queue)
   ]
+
+
+def _unmatched(source: sources.Source, survey: Survey, options: Options) -> str:
+  every = candidates(source, survey, dataclasses.replace(options, only=''))
+  known = f', as {every[0].id!r}' if every else ''
+  return (
+    f'--only={options.only!r} is found in the id of none of {len(every)}'
+    f' candidates{known}; ids are MODULE-FUNCTION-OPERATOR-DIGEST'
+  )
 
 
 def _witnesses(

@@ -5,6 +5,7 @@ state. Who uses one holds a shared lock on it (flock, of the entry itself) until
 it ends; a state that is being made is guarded by a file beside it, `<name>.lock`.
 What is removed is locked by who removes it, so nothing goes that is in use, and
 nothing that was used within the hour: its user may be on the way to its lock.
+What this process may not remove stays, as do links, which lead elsewhere.
 """
 
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ BYTES = 2 << 30  # of disk, as the filesystem counts
 YOUNG_S = 3600.0
 LOCK = '.lock'
 OTHERS = 'kvm-'  # verdicts, which have an age of their own
+FACTS = 'facts.json'  # of a state, written last: without it there is none
 
 
 def hold(path: str) -> int:
@@ -62,6 +64,8 @@ def prune(cache: str, most: int = BYTES) -> list:
   entries = []
   for name in _names(cache):
     path = os.path.join(cache, name)
+    if os.path.islink(path):
+      continue
     try:
       entries.append((os.stat(path).st_mtime, name, size_of(path)))
     except FileNotFoundError:
@@ -71,7 +75,7 @@ def prune(cache: str, most: int = BYTES) -> list:
     total += size
     if total <= most or used > now - YOUNG_S:
       continue
-    if _remove(os.path.join(cache, name)):
+    if _remove(os.path.join(cache, name), used):
       removed.append((name, size))
       total -= size
   return removed
@@ -91,8 +95,8 @@ def size_of(path: str) -> int:
   return sum(512 * os.lstat(x).st_blocks for x in paths)
 
 
-def _remove(path: str) -> bool:
-  """Whether nobody used or made it, so that it is gone."""
+def _remove(path: str, used: float) -> bool:
+  """Whether it is gone: nobody has or makes it, nor used it since `used`."""
   try:
     with contextlib.ExitStack() as held:
       if os.path.isdir(path):
@@ -103,13 +107,16 @@ def _remove(path: str) -> bool:
       descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
       held.callback(os.close, descriptor)
       fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      if not _is(path, descriptor):
+      if not _is(path, descriptor) or os.stat(path).st_mtime != used:
         return False
       if os.path.isdir(path):
+        with contextlib.suppress(FileNotFoundError):
+          # First: who is ended in the middle leaves no state that seems whole.
+          os.unlink(os.path.join(path, FACTS))
         shutil.rmtree(path)
         os.unlink(path + LOCK)
       else:
         os.unlink(path)
-  except (BlockingIOError, FileNotFoundError):
+  except OSError:
     return False
   return True

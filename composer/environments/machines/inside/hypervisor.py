@@ -202,12 +202,12 @@ def find_template(config: dict) -> tuple:
   choose(config)
   folder = os.path.join(cache, key_of(config))
   began = time.monotonic()
-  for path in (*config['kernels'].values(), *config['initrds']):
-    if os.path.dirname(path) == cache:
-      cache_lib.hold(path)  # as the state below, until this process ends
+  for used in (*config['kernels'].values(), *config['initrds']):
+    if os.path.dirname(used) == cache:
+      cache_lib.hold(used)  # as the state below, until this process ends
+  path = os.path.join(folder, cache_lib.FACTS)
   with cache_lib.making(folder):
-    booted = not os.path.exists(os.path.join(folder, 'facts.json'))
-    if booted:
+    if not os.path.exists(path):
       shutil.rmtree(folder, ignore_errors=True)
       try:
         facts = boot(config, folder)
@@ -215,9 +215,10 @@ def find_template(config: dict) -> tuple:
         shutil.rmtree(folder, ignore_errors=True)
         raise
       facts['boot_s'] = round(time.monotonic() - began, 2)
-      with open(os.path.join(folder, 'facts.json'), 'w') as file:
+      with open(path + '.new', 'w') as file:  # the disk may be full
         json.dump(facts, file)
-    with open(os.path.join(folder, 'facts.json')) as file:
+      os.rename(path + '.new', path)
+    with open(path) as file:
       facts = json.load(file)
     cache_lib.hold(folder)
   prune_verdicts(cache)
@@ -245,7 +246,8 @@ def key_of(config: dict) -> str:
   )
   version = config['versions'][config['hypervisor']]
   clock = round(config['khz'] / 10_000)  # a state belongs to a host's counter
-  text = json.dumps([[config[name] for name in names], version, clock])
+  user = os.geteuid()  # a root's machines could not open another user's
+  text = json.dumps([[config[name] for name in names], version, clock, user])
   return hashlib.sha256(text.encode() + sources()).hexdigest()[:20]
 
 

@@ -5,7 +5,8 @@ the process that started it. The agent's end of a serial port is its to hold.
 A root's QEMU is another user, one for each machine, who owns the disk that it
 writes to (and, while it boots, its memory) and nothing else: the folder is not
 its own. What it could not reach is opened here and named `/proc/self/fd/N`. It
-maps a saved memory privately, but wants the right to write to it all the same.
+maps a saved memory privately, but wants the right to write to it all the same;
+so the folder of a saved state is closed to all others.
 
 Under emulation QEMU is told the frequency of the time stamp counter: its microvm
 has no other clock to measure it by that this kernel would use.
@@ -153,6 +154,7 @@ def take_back(folder: str) -> None:
       os.fchmod(descriptor, 0o666 if name == 'memory' else 0o644)
     finally:
       os.close(descriptor)
+  os.chmod(folder, 0o700)
 
 
 def arguments(config, share, disk, restored, boot, paused) -> list:
