@@ -48,7 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default='',
     help='default: float32 on a CPU, else bfloat16',
   )
+  parser.add_argument(
+    '--draft',
+    choices=('ngram', 'mtp'),
+    default='',
+    help='what proposes tokens that one step verifies: text seen before, or the'
+    " model's own layer for it; no answer changes (default: nothing)",
+  )
   for name, default, text in (
+    ('draft-tokens', 4, 'proposed at most a sequence and step (default: 4)'),
     ('port', 8000, 'default: 8000; 0 takes a free one'),
     ('max-context', 0, "tokens of a sequence (default: the model's, <= 4096)"),
     ('sequences', 0, 'running at once (default: 32 on a CPU, else 256)'),
@@ -102,6 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
       compute=arguments.compute,
       max_context=arguments.max_context,
       sequences=arguments.sequences,
+      draft=arguments.draft,
+      draft_tokens=arguments.draft_tokens,
       cache_gb=arguments.cache_gb,
       sessions=arguments.sessions,
       session_s=60 * arguments.session_minutes,

@@ -31,9 +31,11 @@ import jax.numpy as jnp
 from composer import config as config_lib
 from composer import params as params_lib
 from composer import templates
+from composer.inference import drafts
 from composer.inference import engine as engine_lib
 from composer.inference import server
 from composer.inference import server_sessions
+from composer.inference import speculate
 from composer.inference.server_state import LOG
 from composer.model import checkpoints
 from composer.model import tokenizer as tokenizer_lib
@@ -69,6 +71,8 @@ class Options:
     compute: dtype of activations and products.
     max_context: tokens of a sequence.
     sequences: running at once.
+    draft: 'ngram', 'mtp' or '', see `EngineConfig`.
+    draft_tokens: proposed at most a sequence and step.
     cache_gb: for KV pages.
     sessions: directory that recorded sessions are written to, or ''.
     session_s: seconds after its last use that a session is kept.
@@ -84,6 +88,8 @@ class Options:
   compute: str = ''
   max_context: int = 0
   sequences: int = 0
+  draft: str = ''
+  draft_tokens: int = 4
   cache_gb: float = 0.0
   sessions: str = ''
   session_s: float = 3600.0
@@ -146,6 +152,10 @@ def run(
 def _check(options: Options) -> None:
   if options.max_context < 0 or options.sequences < 0:
     raise ValueError('--max-context and --sequences must be at least 1')
+  if options.draft_tokens < 1:
+    raise ValueError(
+      f'--draft-tokens={options.draft_tokens} must be at least 1'
+    )
   if not options.cache_gb >= 0:
     raise ValueError(f'--cache-gb={options.cache_gb} must be more than 0')
   if not options.session_s > 0:
@@ -234,14 +244,19 @@ def engine_config(
   """Sizes of the engine: as asked, as trained, and as memory allows.
 
   Raises:
-    ValueError: there is no memory for a single sequence.
+    ValueError: there is no memory for a single sequence, or no layer that drafts.
   """
+  if options.draft == drafts.ON_DEVICE and not source.config.mtp_layers:
+    raise ValueError(
+      f'--draft={options.draft}: {options.checkpoint} has no layer that drafts;'
+      ' use --draft ngram, or none'
+    )
   on_cpu = jax.default_backend() == 'cpu'
   context = options.max_context or min(
     int(source.carried.get('max_position_embeddings') or 4096), 4096
   )
   sequences = options.sequences or (32 if on_cpu else 256)
-  page = _page_bytes(source.config, numerics)
+  page = _page_bytes(source.config, numerics, options.draft)
   room = options.cache_gb * 1e9 or _cache_bytes(source.config, on_cpu)
   columns = -(-context // numerics.kv_block)
   pages = min(int(room // page), sequences * columns + 1)
@@ -256,14 +271,17 @@ def engine_config(
     sequences=sequences,
     pages=pages,
     max_context=context,
+    draft=options.draft,
+    draft_tokens=options.draft_tokens,
   )
 
 
-def _page_bytes(model, numerics) -> int:
+def _page_bytes(model, numerics, draft: str) -> int:
+  drafting = draft == drafts.ON_DEVICE
+  init = speculate.init_caches if drafting else transformer.init_cache
+
   def size(pages: int) -> int:
-    cache = jax.eval_shape(
-      lambda: transformer.init_cache(model, numerics, pages)
-    )
+    cache = jax.eval_shape(lambda: init(model, numerics, pages))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
   return size(3) - size(2)
@@ -321,9 +339,17 @@ def _weights(
   params = checkpoints.read_params(source, dtype=jnp.float32)
   if source.kind == 'run':  # its masters are rounded before they compute
     params = params_lib.as_computed(transformer.spec(source.config), params)
+  params = _used(options, params)
   engine.activate(0, jax.block_until_ready(params))
   engine.wait_active(0, READY_S)
   say(f'weights read in {time.monotonic() - began:.1f} s, as version 0')
+
+
+def _used(options: Options, params: Any) -> Any:
+  """Without the layer that drafts, where it does not: nothing else reads it."""
+  if options.draft == drafts.ON_DEVICE:
+    return params
+  return {name: value for name, value in params.items() if name != 'mtp'}
 
 
 def _first(subscriber, options, source, engine, say: Say) -> None:
@@ -354,7 +380,8 @@ def _activate(subscriber, options, source, engine, update, say: Say) -> None:
         f'{options.exchange} holds another model than {options.checkpoint}:'
         f' {"; ".join(differing)}'
       )
-  widened = params_lib.unnamed(forms.widen(options.form, flat))
+  flat = forms.widen(options.form, flat)
+  widened = _used(options, params_lib.unnamed(flat))
   engine.activate(version, jax.block_until_ready(widened))
   engine.wait_active(version, READY_S)
   say(

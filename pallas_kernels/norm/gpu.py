@@ -40,6 +40,8 @@ def unsupported(x: jax.Array) -> str | None:
     return f'D={x.shape[1]}; the GPU kernel takes up to {MOST}'
   if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
     return f'{x.dtype}; the GPU kernel takes bfloat16, float16 and float32'
+  if x.size >= 2**32:
+    return f'{x.size} numbers; the GPU kernel counts them in 32 bits'
   return None
 
 

@@ -67,6 +67,7 @@ def test_serves_follows_and_ends(checkpoint, tmp_path):
       sys.executable, '-m', 'composer', 'serve', '--checkpoint', checkpoint,
       '--exchange', exchange, '--port', '0', '--max-context', '64',
       '--numerics', 'bitwise', '--sequences', '4', '--cache-gb', '0.01',
+      '--draft', 'ngram', '--draft-tokens', '2',
       '--sessions', tmp_path / 'sessions', '--model', 'tiny',
     ],
     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
@@ -131,6 +132,8 @@ def test_refused_before_anything_is_read(checkpoint, tmp_path):
   for change, field in (
     ({'cache_gb': -1.0}, 'cache-gb'),
     ({'max_context': -1}, 'max-context'),
+    ({'draft': 'ngram', 'draft_tokens': 0}, 'draft-tokens=0'),
+    ({'draft': 'mtp'}, 'no layer that drafts; use --draft ngram'),
     ({'session_s': 0.0}, 'session-minutes'),
     ({'template': 'qwen3'}, 'template'),
     ({'tokenizer': str(tmp_path / 'x')}, 'tokenizer'),

@@ -136,6 +136,11 @@ def test_bad_input():
     norm.rms_norm(draw(4, 64), draw(64), epsilon=-1.0)
   with pytest.raises(ValueError, match='takes up to 16384'):
     norm.rms_norm(draw(4, 16512), draw(16512), implementation='gpu')
+  x, scale = (
+    jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((2**23, 512), (512,))
+  )
+  with pytest.raises(ValueError, match='32 bits'):
+    jax.eval_shape(lambda *a: norm.rms_norm(*a, implementation='gpu'), x, scale)
 
 
 @pytest.mark.gpu
