@@ -29,6 +29,7 @@ import json
 import os
 import re
 import shutil
+import time
 from typing import Any
 
 import jax
@@ -38,6 +39,9 @@ from composer import config as config_lib
 from composer import records
 
 FORMAT = 1
+SWEEP_S = 10.0  # for writes of a save that failed to end
+SWEEP_EVERY_S = 0.05
+QUIET_SWEEPS = 6  # that find nothing, in turn, are taken for the end
 _NAME = re.compile(r'^(\d+)(?:\.(\d+))?$')
 _REMOTE = re.compile(r'^[a-z0-9]+://')
 
@@ -500,7 +504,7 @@ def _no_space(path: str, step: int, need: int | None = None) -> OSError:
 def _explained(error: Exception, path: str, step: int) -> Exception:
   """What went wrong with a save, in words; removes what was written of it."""
   if jax.process_index() == 0:
-    _sweep(os.path.dirname(path))
+    _sweep_until_quiet(os.path.dirname(path))
   if isinstance(error, TimeoutError):
     return TimeoutError(
       f'the checkpoint of step {step} at {path} was not written in time'
@@ -571,13 +575,27 @@ def _next_path(directory: str, step: int) -> str:
   return os.path.join(directory, name)
 
 
-def _sweep(directory: str) -> None:
-  """Makes the directory, and removes what dead processes left in it."""
-  root = _epath(directory)
+def _sweep(directory: str) -> bool:
+  """Makes the directory, and removes what dead processes left in it, if so."""
+  root, found = _epath(directory), False
   root.mkdir(parents=True, exist_ok=True)
   for path in root.iterdir():
     if path.name.endswith('.deleting') or '.orbax-checkpoint-tmp' in path.name:
       path.rmtree(missing_ok=True)
+      found = True
+  return found
+
+
+def _sweep_until_quiet(directory: str) -> None:
+  """The first array that fails ends a save; writes of the others go on for a
+  moment, and make their folders anew. What comes later the next save removes."""
+  until, quiet = time.monotonic() + SWEEP_S, 0
+  while quiet < QUIET_SWEEPS and time.monotonic() < until:
+    try:
+      quiet = 0 if _sweep(directory) else quiet + 1
+    except OSError:  # written into while it was removed
+      quiet = 0
+    time.sleep(SWEEP_EVERY_S)
 
 
 def _prune(path: str, keep: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import pathlib
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -365,6 +367,22 @@ def test_killed_at_any_moment_the_previous_one_is_usable(tmp_path):
   assert out.split() == ['whole', str(newest)], err
 
 
+def test_writes_that_go_on_after_a_failure_leave_nothing(tmp_path, monkeypatch):
+  left, writes = tmp_path / '2.orbax-checkpoint-tmp' / 'state', []
+
+  def sleep(seconds):  # in which another write goes on, the first times
+    if len(writes) < 8:
+      left.mkdir(parents=True, exist_ok=True)
+      (left / 'w0').write_bytes(b'1')
+    writes.append(seconds)
+
+  clock = types.SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+  monkeypatch.setattr(checkpoint, 'time', clock)
+  error = checkpoint._explained(OSError(errno.ENOSPC, ''), f'{tmp_path}/2', 2)
+  assert error.errno == errno.ENOSPC and not list(tmp_path.iterdir())
+  assert len(writes) == 1 + 8 + checkpoint.QUIET_SWEEPS
+
+
 def test_no_space_left(tmp_path):
   """On a real file system that is full: a clear error, the old one intact."""
   script = """
@@ -394,7 +412,8 @@ def test_no_space_left(tmp_path):
   if not shutil.which('unshare') or subprocess.run(probe).returncode:
     pytest.skip('no user namespaces: a full file system cannot be made here')
   out, err = finish(launch(script, mounted, '2000000', prefix=prefix))
-  early, late, intact = out.splitlines() or pytest.fail(err)
+  assert len(out.splitlines()) == 3, out + err
+  early, late, intact = out.splitlines()
   assert early.startswith('early 28 ') and 'MB); ' in early
   assert late.startswith('late 28 ') and 'MB); ' not in late
   for line in (early, late):

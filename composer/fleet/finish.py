@@ -24,6 +24,7 @@ from composer.environments.tasks import sets as task_sets
 from composer.fleet import evaluator
 from composer.fleet import trainer as trainer_lib
 from composer.fleet import workdir as workdir_lib
+from composer.inference import engine as engine_lib
 from composer.model import tokenizer as tokenizer_lib
 from composer.model import transformer
 from composer.rl import audit as audit_lib
@@ -56,8 +57,7 @@ class Board:
   lock: Any = dataclasses.field(default_factory=threading.Lock)
   pause_s: float = 0.0
   done: int = 0
-  last_rows: int = 0
-  last_busy: float = 0.0
+  last: engine_lib.Stats = engine_lib.Stats()  # of the step before
   last_time: float = dataclasses.field(default_factory=time.monotonic)
 
   def __post_init__(self):
@@ -118,13 +118,13 @@ class Board:
   def _rollout_scalars(self, rollout) -> dict[str, float]:
     now, stats = time.monotonic(), rollout.engine.stats
     seconds = max(now - self.last_time, 1e-9)
-    rate = (stats.rows - self.last_rows) / seconds
-    busy = (stats.busy_s - self.last_busy) / seconds
-    self.last_busy = stats.busy_s
-    self.last_time, self.last_rows = now, stats.rows
-    drafts = {}
-    if stats.proposed:
-      drafts['rollout/drafts_accepted'] = stats.accepted / stats.proposed
+    rate = (stats.rows - self.last.rows) / seconds
+    busy = (stats.busy_s - self.last.busy_s) / seconds
+    drafts, proposed = {}, stats.proposed - self.last.proposed
+    if proposed:
+      accepted = stats.accepted - self.last.accepted
+      drafts['rollout/drafts_accepted'] = accepted / proposed
+    self.last_time, self.last = now, stats
     return {
       'busy/rollout': min(busy, 1.0),
       'weights/pause_s': self.pause_s,

@@ -21,6 +21,7 @@ from composer.fleet import local
 from composer.fleet import processes
 from composer.fleet import trainer
 from composer.fleet import workdir as workdir_lib
+from composer.inference.engine import Stats
 from composer.model import transformer
 from composer.rl import buffer
 from composer.weights import store
@@ -206,6 +207,20 @@ def test_the_notes_say_what_happened_and_no_more():
     'The books do not agree: one is gone'
   ]
   assert '14% of all bf16 weights' in finish.notes(None, 0.14)[1]
+
+
+def test_what_a_rollout_tells_is_of_one_step(tmp_path):
+  """Not of the engine's life: a draft that grows worse would show late."""
+  board = finish.Board(tiny(), tmp_path, None, None, None)
+  engine = types.SimpleNamespace(stats=None)
+  rollout = types.SimpleNamespace(engine=engine)
+  told = []
+  for proposed, accepted in ((10, 9), (10, 9), (30, 11)):
+    engine.stats = Stats(rows=64, proposed=proposed, accepted=accepted)
+    told.append(board._rollout_scalars(rollout))
+  drafts = [scalars.get('rollout/drafts_accepted') for scalars in told]
+  assert drafts == [0.9, None, 0.1]
+  assert told[0]['rollout/tokens_per_s'] > 0 == told[1]['rollout/tokens_per_s']
 
 
 def test_a_group_that_cannot_be_packed_does_not_stop_the_trainer(
