@@ -168,9 +168,7 @@ class EngineConfig:
   max_context: int = 192  # tokens of one sequence
   run_ahead: int = 0  # decode steps a dispatch; 0: 1 on a CPU, 16 elsewhere
   on_new_weights: str = 'continue'  # on older keys and values; or 'restart'
-  draft: str = (
-    ''  # 'ngram' or 'mtp': what proposes tokens that one step verifies
-  )
+  draft: str = ''  # 'ngram' or 'mtp': proposes what one step verifies
   draft_tokens: int = 4  # proposed at most a sequence and step
 
 

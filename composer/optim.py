@@ -25,6 +25,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from composer import params as params_lib
+
 Array = jax.Array
 
 FROZEN = ('router_bias', 'selection_bias')
@@ -188,7 +190,7 @@ def apply(
     ),
     grads,
   )
-  norm = optax.tree.norm(_of_model(grads))
+  norm = optax.tree.norm(params_lib.without_drafts(grads))
   skip = jnp.asarray(skip) | ~jnp.isfinite(norm) | (norm == 0.0)
   # The branch not taken must stay finite too.
   safe = jax.tree.map(lambda g: jnp.where(skip, jnp.zeros_like(g), g), grads)
@@ -200,14 +202,9 @@ def apply(
 
   stats = {
     'grad_norm': norm,
-    'update_norm': jnp.where(skip, 0.0, optax.tree.norm(_of_model(updates))),
+    'update_norm': jnp.where(
+      skip, 0.0, optax.tree.norm(params_lib.without_drafts(updates))
+    ),
     'skipped': skip.astype(jnp.float32),
   }
   return keep(params, moved), keep(opt_state, moved_state), stats
-
-
-def _of_model(tree: Any) -> Any:
-  """Without what drafts for the model."""
-  if not isinstance(tree, dict) or 'mtp' not in tree:
-    return tree
-  return {name: part for name, part in tree.items() if name != 'mtp'}

@@ -132,20 +132,23 @@ def as_computed(spec: Any, params: Any) -> Any:
   """
 
   def round_through(s: ParamSpec, p: jax.Array) -> jax.Array:
-    return straight_through(p, _round(p, s.published))
+    return straight_through(p, round_to(p, s.published))
 
   return jax.tree.map(round_through, spec, params, is_leaf=is_spec)
 
 
 def published(spec: ParamSpec, value: jax.Array) -> jax.Array:
   """One parameter in its published form; see `as_computed` for the rounding."""
-  return _round(value, spec.published).astype(spec.published)
+  return round_to(value, spec.published).astype(spec.published)
 
 
-def _round(p: jax.Array, dtype: Any) -> jax.Array:
+def round_to(p: jax.Array, dtype: Any) -> jax.Array:
+  """p float32 with the values of a narrower dtype, or of float32.
+
+  Not a cast there and back: XLA may leave both out, and nothing remains.
+  """
   if jnp.dtype(dtype) == jnp.float32:
     return p
-  # reduce_precision, unlike a cast there and back, is never simplified away.
   info = jnp.finfo(dtype)
   return jax.lax.reduce_precision(p, info.nexp, info.nmant)
 
@@ -159,6 +162,13 @@ def straight_through(p: jax.Array, rounded: jax.Array) -> jax.Array:
 straight_through.defvjp(
   lambda p, rounded: (rounded, None), lambda _, g: (g, jnp.zeros_like(g))
 )
+
+
+def without_drafts(params: Any) -> Any:
+  """A tree by names, without the layer that drafts (`model/mtp.py`)."""
+  if not isinstance(params, dict) or 'mtp' not in params:
+    return params
+  return {name: part for name, part in params.items() if name != 'mtp'}
 
 
 def widen(params: Any) -> Any:

@@ -310,8 +310,11 @@ def _decoding(experiment: config_lib.Experiment, devices: list[Any]) -> Program:
   )
   params = _abstract(published, parts)
   rows = NamedSharding(mesh, PartitionSpec('expert'))
-  init = speculate.init_caches if drafting else transformer.init_cache
-  cache = jax.eval_shape(lambda: init(model, numerics, engine.pages * held))
+  cache = jax.eval_shape(
+    lambda: speculate.init_cache(
+      model, numerics, engine.pages * held, engine.draft
+    )
+  )
   cache = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), cache
   )

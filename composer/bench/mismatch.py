@@ -354,7 +354,10 @@ def run(
   _check(tokens, compute, attention, mode)
   numerics, rl, extra = _setting(compute, attention)
   modes, started = (mode,) if mode else ALL_MODES, time.perf_counter()
-  say = lambda line: _say(f'{time.perf_counter() - started:4.0f} s  {line}')  # noqa: E731
+
+  def say(line: str) -> None:
+    _say(f'{time.perf_counter() - started:4.0f} s  {line}')
+
   if checkpoint:
     model, params = checkpoints.load(checkpoint, dtype=jnp.bfloat16)
   else:
@@ -373,9 +376,7 @@ def run(
   ahead = compile_lib.ahead(say)
   try:
     if params is None:
-      batches = inputs.batches(
-        numerics.kv_block, *(s.config for s in stages[:1])
-      )
+      batches = inputs.batches(numerics.kv_block, stages[0].config)
       first = next(batches)
       _start(ahead, sides, stages, first)
       batches = itertools.chain([first], batches)

@@ -46,17 +46,15 @@ def params(experiment: config_lib.Experiment, shardings: Any) -> Any:
     experiment: `init_from`, `model` and `seed` are read.
     shardings: by name; every device reads its own part of a stored model.
   """
-  spec, key = (
-    transformer.spec(experiment.model),
-    jax.random.key(experiment.seed),
-  )
+  spec = transformer.spec(experiment.model)
+  key = jax.random.key(experiment.seed)
   if not experiment.init_from:
     return params_lib.init(spec, key)
   _, loaded = checkpoints.load(
     experiment.init_from, shardings=shardings, dtype=jnp.float32
   )
   if 'mtp' not in spec:
-    return {name: part for name, part in loaded.items() if name != 'mtp'}
+    return params_lib.without_drafts(loaded)
   if 'mtp' not in loaded:
     loaded |= params_lib.init({'mtp': spec['mtp']}, key)
   return loaded

@@ -108,9 +108,9 @@ class Engine:
     _check(model, numerics, config)
     self._model, self._numerics, self._config = model, numerics, config
     self._pool = cache_lib.PagePool(config.pages)
-    drafting = config.draft == drafts.ON_DEVICE
-    init = speculate.init_caches if drafting else transformer.init_cache
-    self._cache = init(model, numerics, config.pages)
+    self._cache = speculate.init_cache(
+      model, numerics, config.pages, config.draft
+    )
     self._maker = batches.Maker(model, numerics, config)
     self._last = jnp.zeros(config.sequences + 1, jnp.int32)
     self._free_slots = list(range(config.sequences - 1, -1, -1))

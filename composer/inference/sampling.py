@@ -57,7 +57,8 @@ class Answer(NamedTuple):
   tokens: Array  # int32 [S]
   logprobs: Array  # float32 [S]
   kept: Array | None  # uint8 [S, ceil(V / 8)], packed bits; None: all
-  # int32 and float32 [S, TOP_LOGPROBS]: the likeliest, where something is cut or asked.
+  # int32 and float32 [S, TOP_LOGPROBS]: the likeliest, where something is cut or
+  # asked.
   top_ids: Array | None = None
   top_logprobs: Array | None = None
 

@@ -277,11 +277,10 @@ def engine_config(
 
 
 def _page_bytes(model, numerics, draft: str) -> int:
-  drafting = draft == drafts.ON_DEVICE
-  init = speculate.init_caches if drafting else transformer.init_cache
-
   def size(pages: int) -> int:
-    cache = jax.eval_shape(lambda: init(model, numerics, pages))
+    cache = jax.eval_shape(
+      lambda: speculate.init_cache(model, numerics, pages, draft)
+    )
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
   return size(3) - size(2)
@@ -349,7 +348,7 @@ def _used(options: Options, params: Any) -> Any:
   """Without the layer that drafts, where it does not: nothing else reads it."""
   if options.draft == drafts.ON_DEVICE:
     return params
-  return {name: value for name, value in params.items() if name != 'mtp'}
+  return params_lib.without_drafts(params)
 
 
 def _first(subscriber, options, source, engine, say: Say) -> None:

@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from composer import config as config_lib
+from composer.inference import drafts
 from composer.inference import programs
 from composer.inference import sampling
 from composer.model import logprobs
@@ -60,15 +61,17 @@ class Chains(NamedTuple):
   slots: Array  # int32 [Q]
 
 
-def init_caches(
+def init_cache(
   config: config_lib.ModelConfig,
   numerics: config_lib.NumericsConfig,
   pages: int,
-) -> Caches:
-  return Caches(
-    transformer.init_cache(config, numerics, pages),
-    mtp.init_cache(config, numerics, pages),
-  )
+  draft: str,
+) -> transformer.Cache | Caches:
+  """Pages of an engine: with those of the layer, where it drafts."""
+  cache = transformer.init_cache(config, numerics, pages)
+  if draft != drafts.ON_DEVICE:
+    return cache
+  return Caches(cache, mtp.init_cache(config, numerics, pages))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
@@ -114,7 +117,7 @@ def mixed(
   nobody = len(rows.tables) - 1
   real = jnp.where(into == nobody, len(rows.tokens), sampling_rows)
   drawn = jnp.zeros_like(chains.after).at[real].set(tokens, mode='drop')
-  g, drafts = mtp.step(
+  g, own = mtp.step(
     params,
     config,
     fast,
@@ -131,19 +134,19 @@ def mixed(
   )
   draws = draws._replace(positions=rows.positions[sampling_rows])
   draws = jax.tree.map(lambda x: x[at], draws)
-  proposed, drafts = _chain(
+  proposed, own = _chain(
     config,
     fast,
     most,
     params,
-    drafts,
+    own,
     g[sampling_rows[at]],
     draws,
     rows,
     chains,
   )
   sampled = sampled._replace(proposed=proposed[None])
-  return sampled, Caches(cache, drafts), last
+  return sampled, Caches(cache, own), last
 
 
 def _standing(

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from composer import config as config_lib
+from composer import params as params_lib
 from pallas_kernels import attention as attention_lib
 from pallas_kernels import dispatch
 from pallas_kernels import grouped_matmul
@@ -80,13 +81,7 @@ def splits(ops: Operations, dtype: jnp.dtype) -> bool:
 
 def narrow(ops: Operations, x: Array, kind: jnp.dtype) -> Array:
   """x float32, rounded to a dtype."""
-  return (_round(x, kind) if splits(ops, kind) else x).astype(kind)
-
-
-def _round(x: Array, kind: jnp.dtype) -> Array:
-  """Not a cast there and back: XLA may leave both out, and nothing remains."""
-  info = jnp.finfo(kind)
-  return jax.lax.reduce_precision(x, info.nexp, info.nmant)
+  return (params_lib.round_to(x, kind) if splits(ops, kind) else x).astype(kind)
 
 
 def add(ops: Operations, x: Array, y: Array) -> Array:
@@ -197,7 +192,7 @@ def parts(w: Array, dtype: jnp.dtype) -> Array:
   """
   found, rest = [], w
   for _ in range(3):
-    part = _round(rest, dtype)
+    part = params_lib.round_to(rest, dtype)
     found.append(part.astype(dtype))
     rest = rest - part
   stacked = jnp.concatenate(found, axis=-1)
