@@ -660,6 +660,8 @@ MAY_BE_ZERO = frozenset(
   }
 )
 
+GREEDY = 1e-6  # temperatures below this take the argmax; all but 0 are refused
+
 # Between 0 and 1, both included.
 SHARES = frozenset(
   {
@@ -720,3 +722,9 @@ def _check_range(path: str, value: float) -> None:
     _require(value >= 0, f'{path}={value} is negative', 'use 0 or more')
   else:
     _require(value > 0, f'{path}={value} is not positive', 'use more than 0')
+  if path in ('session.temperature', 'eval.temperature'):
+    _require(
+      value >= GREEDY,
+      f'{path}={value} is so low that nothing would be drawn',
+      f'use {GREEDY:g} or more',
+    )

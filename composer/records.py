@@ -50,7 +50,7 @@ class Batch:
   loss_mask: Array  # bool [B, T]; true at sampled tokens
   behaviour_logprobs: Array  # float32 [B, T]
   reference_logprobs: Array  # float32 [B, T]
-  temperatures: Array  # float32 [B, T]; 1 where not sampled
+  temperatures: Array  # float32 [B, T]; 1 where not sampled, or greedily
   advantages: Array  # float32 [B, T]
   experts: Array  # int16 [B, T, L, K]; -1 routes natively
   versions: Array  # int32 [B, T]; -1 where not sampled
@@ -86,7 +86,8 @@ class Segment:
       that the model sampled.
     logprobs: float32 [T]; under the distribution really sampled from; 0 where
       not sampled.
-    temperatures: float32 [T]; 1 where not sampled.
+    temperatures: float32 [T]; 1 where not sampled; 0 where sampled greedily,
+      with the logprob at temperature 1.
     versions: int32 [T]; policy version that sampled the token, else -1.
     experts: int16 [T, L, K]; -1 where unknown.
     auditable: bool [T]; sampled, and the whole prefix was computed at the
@@ -258,12 +259,16 @@ class SampleRequest:
   The distribution is softmax(logits / temperature), cut to the `top_k` likeliest
   tokens (0: all), then to the fewest of those that hold `top_p` of what they
   hold together, then to those of at least `min_p` times the likeliest. Ties go
-  to the lower id. A temperature of 0 takes the argmax.
+  to the lower id. A temperature of 0 takes the argmax, and its logprobs are those
+  of temperature 1, for the engine and the trainer; other temperatures are at least
+  `config.GREEDY`.
 
   `mask` maps the tokens sampled so far, int32 [s], to the tokens that may come
   next, bool [V]; it is called on the engine's thread before every token, which
   then waits for the host. `on_tokens` is called on the requester's event loop
-  with every new piece of the answer, in order, before `sample` returns.
+  with every new piece of the answer, in order, before `sample` returns. It may
+  give how many of the sampled tokens are enough: once it did, the answer ends
+  when the experts of all those are known, and may hold more tokens.
 
   `max_kept` bounds what is kept of a cut distribution: once a token was drawn
   among more ids, but not among all, the answer tells none (`kept_ids` is None),
@@ -282,7 +287,7 @@ class SampleRequest:
   min_p: float = 0.0
   stop_sequences: tuple[tuple[int, ...], ...] = ()
   mask: Callable[[np.ndarray], np.ndarray] | None = None
-  on_tokens: Callable[[Piece], None] | None = None
+  on_tokens: Callable[[Piece], int | None] | None = None
   max_kept: int | None = None
   top_logprobs: bool = False
 
@@ -292,7 +297,8 @@ class Piece:
   """The next s tokens of an answer under way; arrays as in `Completion`.
 
   `kept` are the ids that each was drawn among, where the request cut or masked
-  its distribution; none are all.
+  its distribution; none are all. From the first token that had more than
+  `max_kept` on, nothing stands there.
   """
 
   tokens: np.ndarray  # int32 [s]

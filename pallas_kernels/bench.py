@@ -51,7 +51,7 @@ from pallas_kernels.route import shapes as route_shapes
 from pallas_kernels.token_logprob import shapes as logprob_shapes
 
 WHO = 'ours'
-OWN = (WHO, 'nvfp4', 'fp8', 'whole')  # ours in other forms too
+OWN = (WHO, 'nvfp4', 'fp8', 'whole', 'apart')  # ours in other forms too
 ENDED = 'ended: '  # begins the note of a shape that was not measured
 # Of the device, once; a table that goes on keeps them.
 LIMITS = ('copy_bytes_per_s', 'matmul_flops_per_s')
@@ -71,6 +71,10 @@ CASES = {
   'grouped_matmul': (
     _of('bench_matmul', 'grouped'),
     grouped_shapes.TRAINING + grouped_shapes.DECODING,
+  ),
+  'gated matmul': (
+    _of('bench_matmul', 'gated'),
+    grouped_shapes.DECODING[1:3],
   ),
   'matmul': (
     _of('bench_matmul', 'dense'),
@@ -96,6 +100,7 @@ CASES = {
     _of('bench_paged', 'paged'),
     paged_shapes.DECODING + paged_shapes.PREFILLING + paged_shapes.FEW,
   ),
+  'decode step': (_of('bench_paged', 'step'), bench_shapes.STEPS),
   'moe layer': (_of('bench_moe', 'layer'), bench_shapes.LAYERS),
   'invariance': (_of('bench_invariance', 'rows'), bench_shapes.INVARIANCE),
 }

@@ -90,8 +90,7 @@ def packed(shape: bench_shapes.Attention) -> Rows:
 
   ours = functools.partial(_ours, own)
   q, k, v, dout, segments = jax.eval_shape(draw, bench_rows.SEED)
-  forward = jax.jit(lambda q, k, v, ids: jax.vjp(ours, q, k, v, ids))
-  pull = jax.jit(lambda saved, dout: saved(dout)[:3])
+  forward, pull = _passes(ours)
   _, saved = jax.eval_shape(forward, q, k, v, segments)
   gradients = jax.eval_shape(pull, saved, dout)
   programs = {
@@ -136,6 +135,26 @@ def _ours(own: shapes.Shape, q, k, v, ids):
     block=own.block,
     width=own.width if own.shared else 0,
   )
+
+
+def _passes(function):
+  """Forward and backward pass of a function of q, k, v and ids.
+
+  What is saved in between goes as arrays: the pullback that jax.vjp returns is
+  equal to no other trace's, and the passes are compiled and run apart.
+  """
+  structure = None
+
+  def forward(*arrays):
+    nonlocal structure
+    out, pull = jax.vjp(function, *arrays)
+    saved, structure = jax.tree.flatten(pull)
+    return out, saved
+
+  def backward(saved, dout):
+    return jax.tree.unflatten(structure, saved)(dout)[:3]
+
+  return jax.jit(forward), jax.jit(backward)
 
 
 def _error(shape: bench_shapes.Attention, q, k, v, out) -> jax.Array:

@@ -3,7 +3,8 @@
 A kernel's tiles change no bit, so they are tuned; a block of keys and a block of
 the vocabulary are part of what is computed, so they are not. For each operation
 the choice that a model gets is timed against the fastest of some others, those
-included that round elsewhere, as a tuner that may do anything would find it.
+included that round elsewhere, as a tuner that may do anything would find it. A norm
+and a route have no tiles: XLA's own, which may add in any order, are beside them.
 
 Elements are counted that differ between the choice and all tilings that must
 not change them, and between all rows and some of them in another order.
@@ -42,6 +43,7 @@ from pallas_kernels.route import shapes as route_shapes
 from pallas_kernels.token_logprob import shapes as logprob_shapes
 
 BLOCKS = (64, 128)  # tokens of a block of keys
+EPSILON = 1e-6  # of norms, as a model has it
 
 
 class Trial(NamedTuple):
@@ -107,7 +109,7 @@ def _measured(row: Row, trial: Trial, ready, arguments) -> Iterator[Row]:
   del out
   if not found:
     took = _seconds(ready['fixed'], arguments)
-    yield dataclasses.replace(row, seconds=took)
+    yield dataclasses.replace(row, seconds=took, note='nothing to choose from')
     return
   best = min(found, key=found.get)
   ours, theirs, cost = _in_turns(ready['fixed'], ready[best], arguments)
@@ -362,7 +364,13 @@ def _norm(shape: norm_shapes.Shape) -> Trial:
   def some(y, x, scale):
     return y[::-3], run(x[::-3], scale)
 
-  return Trial(draw, run, {}, {}, some)
+  others = {'XLA': lambda *a: norm.reference.rms_norm(*a, EPSILON)}
+  if dispatch.platform() == 'gpu':
+    from pallas_kernels.norm import gpu
+
+    if shape.depth <= gpu.NARROW:
+      others['a warpgroup'] = lambda *a: gpu.by_warpgroup(*a, EPSILON)
+  return Trial(draw, run, {}, others, some)
 
 
 def _route(shape: route_shapes.Shape) -> Trial:
@@ -377,7 +385,10 @@ def _route(shape: route_shapes.Shape) -> Trial:
   def some(found, logits, bias):
     return tuple(one[::-3] for one in found), run(logits[::-3], bias)
 
-  return Trial(draw, run, {}, {}, some)
+  def plain(logits, bias):
+    return route.reference.route(logits, bias, None, shape.router)[:2]
+
+  return Trial(draw, run, {}, {'XLA': plain}, some)
 
 
 TRIALS = {

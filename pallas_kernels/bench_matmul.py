@@ -74,6 +74,9 @@ def grouped(shape: grouped_shapes.Shape) -> Rows:
       ),
     }
   programs |= {name: (call, x, w, counts) for name, call in _stock(shape)}
+  for name, call in bench_others.grouped().items():
+    if training or not name:
+      programs[f'tokamax {name}'.strip()] = call, x, w, dy, counts
   ready = bench_rows.ahead(programs, {'draw', 'error', 'dx error', 'dw error'})
   yield None
   arrays = *bench_rows.draw(ready['draw']), jnp.asarray(sizes)
@@ -89,7 +92,7 @@ def _size(shape: grouped_shapes.Shape) -> dict[str, int]:
 
 
 def _forward(shape, ready, cuts, arrays) -> Iterator[Row]:
-  x, w, _, group_sizes = arrays
+  x, w, dy, group_sizes = arrays
   row = Row('grouped_matmul', shape.name, 'ours', **_size(shape))
   y = ready['ours'](x, w, group_sizes)
 
@@ -114,8 +117,9 @@ def _forward(shape, ready, cuts, arrays) -> Iterator[Row]:
   ]
   if stock:  # the best of a few tilings
     yield min(stock, key=lambda one: one.seconds or 1e9)
-  row = dataclasses.replace(row, who='tokamax')
-  yield from bench_others.grouped(row, x, w, group_sizes)
+  if 'tokamax' in ready:
+    row = dataclasses.replace(row, who='tokamax', note=bench_others.UNTUNED)
+    yield bench_rows.timed(row, ready['tokamax'], x, w, dy, group_sizes)
 
 
 def _gradients(shape, ready, arrays) -> Iterator[Row]:
@@ -126,8 +130,11 @@ def _gradients(shape, ready, arrays) -> Iterator[Row]:
     def error(name=name, own=own):
       return ready[f'{name} error'](*own, ready[name](*own, group_sizes))
 
-    row = bench_rows.checked(row, error=error)
-    yield bench_rows.timed(row, ready[name], *own, group_sizes)
+    ours = bench_rows.checked(row, error=error)
+    yield bench_rows.timed(ours, ready[name], *own, group_sizes)
+    if (theirs := f'tokamax {name}') in ready:
+      row = dataclasses.replace(row, who='tokamax', note=bench_others.UNTUNED)
+      yield bench_rows.timed(row, ready[theirs], *arrays)
 
 
 def _torch(shape, sizes, arrays, training: bool) -> Iterator[Row]:
@@ -144,6 +151,81 @@ def _torch(shape, sizes, arrays, training: bool) -> Iterator[Row]:
   for operation, call in calls.items():
     row = Row(operation, shape.name, 'torch', **_size(shape))
     yield bench_rows.torch_timed(row, torch, call)
+
+
+def gated(shape: grouped_shapes.Shape) -> Rows:
+  """The first two products of experts with their activation, of a few rows."""
+  sizes = shape.sizes()
+  some = int(np.argmax(sizes))
+  end = int(np.cumsum(sizes)[some])
+  rows = slice(end - int(sizes[some]), end)
+  run = functools.partial(grouped_matmul.grouped_matmul, gated=True)
+
+  def draw(seed):
+    keys = bench_rows.keys(seed, 2)
+    x = bench_rows.normal(keys[0], shape.rows, shape.k)
+    w = bench_rows.normal(keys[1], shape.groups, shape.k, 2, shape.n)
+    return x, w * jnp.bfloat16(0.02)
+
+  def error(x, w, y):
+    gate, up = (bench_rows.exact(x[rows], w[some, :, i]) for i in (0, 1))
+    return bench_rows.relative(y[rows], jax.nn.silu(gate) * up)
+
+  def alone(x, w, y):
+    """Elements that differ where one row is all that there is."""
+    last = np.zeros(len(sizes), np.int32)
+    last[some] = 1
+    return bench_rows.differing(
+      run(x[end - 1 : end], w, jnp.asarray(last)), y[end - 1 : end]
+    )
+
+  x, w = jax.eval_shape(draw, bench_rows.SEED)
+  counts = jax.ShapeDtypeStruct(sizes.shape, jnp.int32)
+  y = jax.ShapeDtypeStruct((shape.rows, shape.n), x.dtype)
+  programs = {
+    'draw': (draw, bench_rows.SEED),
+    'ours': (run, x, w, counts),
+    'error': (error, x, w, y),
+    'alone': (alone, x, w, y),
+    'xla': (_gated_stock, x, w, counts),
+  }
+  ready = bench_rows.ahead(programs, {'draw', 'error', 'alone'})
+  yield None
+  arrays = *bench_rows.draw(ready['draw']), jnp.asarray(sizes)
+  y = ready['ours'](*arrays)
+  size = {name: 2 * value for name, value in _size(shape).items()}
+  row = Row('gated matmul', shape.name, 'ours', **size)
+  own = bench_rows.checked(
+    row,
+    error=lambda: ready['error'](*arrays[:2], y),
+    differing=lambda: ready['alone'](*arrays[:2], y),
+  )
+  yield bench_rows.timed(own, ready['ours'], *arrays)
+  yield bench_rows.timed(
+    dataclasses.replace(row, who='xla'), ready['xla'], *arrays
+  )
+  torch = bench_rows.torch()
+  if torch is not None:
+    call = _gated_torch(torch, sizes, *arrays[:2])
+    theirs = dataclasses.replace(row, who='torch')
+    yield bench_rows.torch_timed(theirs, torch, call)
+
+
+def _gated_stock(x, w, group_sizes):
+  y = jax.lax.ragged_dot(x, w.reshape(*w.shape[:2], -1), group_sizes)
+  gate, up = jnp.split(y, 2, axis=1)
+  return jax.nn.silu(gate) * up
+
+
+def _gated_torch(torch, sizes: np.ndarray, x, w) -> Callable[[], Any]:
+  x, w = torch.from_dlpack(x), torch.from_dlpack(w.reshape(*w.shape[:2], -1))
+  offsets = torch.tensor(np.cumsum(sizes), dtype=torch.int32, device='cuda')
+
+  def call():
+    gate, up = torch._grouped_mm(x, w, offs=offsets).chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+  return call
 
 
 def _cuts(sizes: np.ndarray) -> dict[str, tuple[Any, Any, Callable]]:

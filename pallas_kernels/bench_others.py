@@ -9,6 +9,8 @@ import importlib
 import importlib.util
 from typing import Any
 
+import jax
+
 from pallas_kernels import bench_rows
 from pallas_kernels import dispatch
 
@@ -29,13 +31,24 @@ def tokamax() -> Any | None:
     return None
 
 
-def grouped(row: bench_rows.Row, x, w, group_sizes) -> Iterator[bench_rows.Row]:
-  """Its grouped product, x [M, K] and w [E, K, N]."""
+def grouped() -> dict[str, Callable[..., Any]]:
+  """Its grouped product and gradients, by '', 'dx' and 'dw'; {} without it.
+
+  Of x [M, K], w [E, K, N], dy [M, N] and the sizes of groups.
+  """
   library = tokamax()
-  if library is not None:
-    run = functools.partial(library.ragged_dot, implementation='mosaic')
-    row = dataclasses.replace(row, note=UNTUNED)
-    yield bench_rows.timed(row, run, x, w, group_sizes)
+  if library is None:
+    return {}
+  product = functools.partial(library.ragged_dot, implementation='mosaic')
+
+  def rows(x, w, dy, sizes):
+    return jax.vjp(lambda x: product(x, w, sizes), x)[1](dy)[0]
+
+  def weights(x, w, dy, sizes):
+    return jax.vjp(lambda w: product(x, w, sizes), w)[1](dy)[0]
+
+  forward = lambda x, w, dy, sizes: product(x, w, sizes)  # noqa: E731
+  return {'': forward, 'dx': rows, 'dw': weights}
 
 
 def attention(

@@ -20,6 +20,9 @@ from pallas_kernels.bench_rows import Row
 from pallas_kernels.bench_rows import Rows
 from pallas_kernels.paged_attention import shapes
 
+# Steps that are timed together, so that the copy of the pages before them is none.
+LOOP = 256
+
 
 def paged(shape: shapes.Shape) -> Rows:
   """Sequences of half to all of the shape's tokens, in pages in any order.
@@ -73,6 +76,63 @@ def paged(shape: shapes.Shape) -> Rows:
   ready = bench_rows.ahead(programs, {'draw', 'error'})
   yield None
   yield from _rows(shape, row, ready, bench_rows.draw(ready['draw']), run)
+
+
+def step(shape: shapes.Shape) -> Rows:
+  """Writes a token of each sequence and attends: by one kernel, and by two.
+
+  Times are of a step of LOOP, each with what the one before attended to as its
+  queries; the pages stay where they are.
+  """
+  n, block = shape.sequences, shape.block
+  count = shape.tokens // block
+  rng = np.random.default_rng(1)
+  table = rng.permutation(n * count).reshape(n, count).astype(np.int32)
+  at = rng.integers(shape.tokens // 2, shape.tokens, n).astype(np.int32)
+
+  def draw(seed):
+    keys = bench_rows.keys(seed, 5)
+    new, pages = (n, shape.groups), (n * count, block, shape.groups)
+    wanted = (n, shape.heads), new, new, pages, pages
+    some = [
+      bench_rows.normal(key, *size, shape.key)
+      for key, size in zip(keys, wanted, strict=True)
+    ]
+    return *some, jnp.asarray(table), jnp.asarray(at)
+
+  def once(*arrays, fused):
+    return paged_attention.decode(
+      *arrays, scale=shape.key**-0.5, split=0, fused=fused
+    )
+
+  def loop(q, k, v, keys, values, table, positions, fused):
+    def body(_, carry):
+      q, keys, values = carry
+      return once(q, k, v, keys, values, table, positions, fused=fused)
+
+    return jax.lax.fori_loop(0, LOOP, body, (q, keys, values))[0]
+
+  arguments = jax.eval_shape(draw, bench_rows.SEED)
+  programs = {'draw': (draw, bench_rows.SEED)}
+  for who, fused in (('ours', True), ('apart', False)):
+    programs[who] = functools.partial(loop, fused=fused), *arguments
+    programs[f'{who} once'] = functools.partial(once, fused=fused), *arguments
+  ready = bench_rows.ahead(programs, {'draw'})
+  yield None
+  arrays = bench_rows.draw(ready['draw'])
+
+  def differing():
+    both = [ready[f'{who} once'](*arrays) for who in ('ours', 'apart')]
+    return bench_rows.differing(*both)
+
+  row = Row('decode step', shape.name, 'ours', **_size(shape, at))
+  ours = bench_rows.checked(row, differing=differing)
+  apart = dataclasses.replace(row, who='apart', note='write, then attend')
+  for one in (ours, apart):
+    one = bench_rows.timed(one, ready[one.who], *arrays)
+    if one.seconds:
+      one = dataclasses.replace(one, seconds=one.seconds / LOOP)
+    yield one
 
 
 def _split(shape: shapes.Shape) -> int:

@@ -39,7 +39,13 @@ COMPILING = 300.0  # seconds for all to be ready
 MEASURING = 150.0  # seconds until the next row
 ENDING = 10.0  # seconds for a process that closed its output to end
 # Operations beside which other libraries run; to import them takes seconds.
-BESIDE = ('attention', 'grouped_matmul', 'matmul', 'moe layer')
+BESIDE = (
+  'attention',
+  'gated matmul',
+  'grouped_matmul',
+  'matmul',
+  'moe layer',
+)
 LIMITS = 'limits'  # instead of an operation
 MARK = '\x1e'  # begins the lines that are answers
 

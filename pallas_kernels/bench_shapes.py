@@ -84,6 +84,13 @@ class Layer:
     return 2 * 3 * self.rows * self.router.k * self.width * self.hidden
 
 
+# Decoding of short contexts: half of their pages and more hold tokens.
+STEPS = (
+  paged_shapes.Shape('smollm2-256', 256, 1, 192, 9, 3, 64, 64, 64),
+  paged_shapes.Shape('qwen3-64', 64, 1, 1152, 32, 4, 128, 128, 64),
+)
+
+
 KIMI, QWEN3 = Router(8, scale=2.827), Router(8, kind='softmax')
 LAYERS = (
   # Of Kimi K2.5 what one of eight chips holds, and routes among.
@@ -116,5 +123,6 @@ INVARIANCE = (
   Invariance('paged_attention', paged_shapes.DECODING[2]),
   Invariance('token_logprob', logprob_shapes.TRAINING[0]),
   Invariance('norm', norm_shapes.TRAINING[0]),
+  Invariance('norm', norm_shapes.TRAINING[2]),
   Invariance('route', route_shapes.TRAINING[0]),
 )

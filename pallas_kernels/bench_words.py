@@ -154,10 +154,17 @@ def _routings(router: route_reference.Router, e: int):
 
 
 def rounding(shape: quantize_shapes.Shape) -> Rows:
-  """Every form; bytes are read in bfloat16 and written in the form."""
+  """Every form; bytes are read in bfloat16 and written in the form.
+
+  Rows are of very different sizes and their numbers of all that bfloat16 has;
+  those that it draws itself are few, and their quotients fewer.
+  """
 
   def draw(seed):
-    return bench_rows.normal(jax.random.key(seed), shape.rows, shape.k)
+    keys = bench_rows.keys(seed, 2)
+    x = jax.random.normal(keys[0], (shape.rows, shape.k))
+    wide = jnp.exp(3 * jax.random.normal(keys[1], (shape.rows, 1)))
+    return (x * wide).astype(jnp.bfloat16)
 
   x = jax.eval_shape(draw, bench_rows.SEED)
   plain = quantize_reference

@@ -11,7 +11,8 @@ is one of two writers with the same methods:
              that not all lanes of a warp take part in.
 
 A `Value` is what a lane holds: 'b32' (unsigned integers), 'f32' or 'pred'.
-Warps do not see each other. Products and sums of f32 are rounded one by one;
+Warps do not see each other, but for those of a block that share memory and wait
+for each other (`sync_block`). Products and sums of f32 are rounded one by one;
 nothing is contracted to a fused multiply-add.
 """
 
@@ -109,6 +110,7 @@ class Ref:
   size: int
   shared: bool = False
   start: Any = 0  # used by the interpreter
+  of_block: bool = False  # shared by all warps of a block; the same
 
   @property
   def kind(self) -> str:
@@ -153,10 +155,11 @@ class Ptx:
     self.used = dict.fromkeys(_PREFIX, 0)
     self.labels = 0
     self.warps = warps_per_block * blocks
-    thread, block = self._special('%tid.x'), self._special('%ctaid.x')
+    self.warps_per_block = warps_per_block
+    thread, self.block = self._special('%tid.x'), self._special('%ctaid.x')
     self.lane = thread & (LANES - 1)
     self.own = thread >> 5
-    self.warp = block * warps_per_block + self.own
+    self.warp = self.block * warps_per_block + self.own
 
   def text(self) -> str:
     """The block, with its registers declared."""
@@ -323,6 +326,10 @@ class Ptx:
     """What lanes of the warp wrote to memory is seen by the others."""
     self.lines.append(f'bar.warp.sync {ALL};')
 
+  def sync_block(self) -> None:
+    """The same of all warps of the block; all of them have to come."""
+    self.lines.append('bar.sync 0;')
+
   # Memory.
 
   def _address(self, ref: Ref, index: Any) -> str:
@@ -487,6 +494,7 @@ def run(
   warpgroups: int,
   blocks: int,
   scratch: int = 0,
+  block_scratch: int = 0,
   interpret: bool = False,
 ) -> list[jax.Array]:
   """Runs a kernel of lanes.
@@ -499,6 +507,7 @@ def run(
     warpgroups: of 4 warps, in a block.
     blocks: of the grid.
     scratch: words of each warp in shared memory.
+    block_scratch: instead, words of all warps of a block together.
     interpret: run on CPU.
 
   Returns:
@@ -508,25 +517,31 @@ def run(
     from pallas_kernels import warp_interpret
 
     return warp_interpret.run(
-      kernel, inputs, out, warps=4 * warpgroups * blocks, scratch=scratch
+      kernel,
+      inputs,
+      out,
+      warps=4 * warpgroups,
+      blocks=blocks,
+      scratch=scratch,
+      block_scratch=block_scratch,
     )
+
+  words = 4 * warpgroups * scratch or block_scratch
 
   def body(*refs):
     arrays = [(jnp.dtype(ref.dtype), math.prod(ref.shape)) for ref in refs]
-    text = ptx(kernel, arrays, warpgroups, blocks, scratch)
+    text = ptx(kernel, arrays, warpgroups, blocks, scratch, block_scratch)
 
     def inline(ctx, *memory):
       del ctx
-      _inline(text, memory, bool(scratch))
+      _inline(text, memory, bool(words))
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(inline)(*refs)
 
   return plgpu.kernel(
     body,
     out_type=list(out),
-    scratch_types=[mosaic.linear((4 * warpgroups * scratch,), jnp.uint32)]
-    if scratch
-    else [],
+    scratch_types=[mosaic.linear((words,), jnp.uint32)] if words else [],
     grid=(blocks,),
     grid_names=('sm',),
     num_threads=warpgroups,
@@ -543,6 +558,7 @@ def ptx(
   warpgroups: int,
   blocks: int,
   scratch: int = 0,
+  block_scratch: int = 0,
 ) -> str:
   """The kernel as PTX, where $i is the address of arrays[i] (dtype, size)."""
   w = Ptx(4 * warpgroups, blocks)
@@ -551,6 +567,8 @@ def ptx(
     if scratch and i == len(arrays) - 1:
       base = Value(w, 'b32', f'${i}') + w.own * (4 * scratch)
       places.append(Ref(base.raw, np.uint32, scratch, shared=True))
+    elif block_scratch and i == len(arrays) - 1:
+      places.append(Ref(f'${i}', np.uint32, block_scratch, shared=True))
     else:
       base = w.emit_address(f'${i}')
       places.append(Ref(base, _seen(dtype), size))

@@ -2,7 +2,8 @@
 
 A value is an array [W, 32]; lanes that a branch leaves out keep what they had.
 What the device would not forgive is an AssertionError here: an index out of
-bounds, and a collective that only some lanes of a warp come to. Outputs start
+bounds, a collective that only some lanes of a warp come to, and memory of a block
+that two warps touch, one of them to write, without a wait between. Outputs start
 as bytes of 0xAB, so that what a kernel does not write shows.
 """
 
@@ -52,14 +53,18 @@ _POOL.submit(int).result()
 class Lanes:
   """The writer that computes at once; the methods are those of `warp.Ptx`."""
 
-  def __init__(self, warps: int):
-    self.warps = warps
-    self.shape = warps, warp.LANES
+  def __init__(self, warps_per_block: int, blocks: int):
+    self.warps, self.warps_per_block = warps_per_block * blocks, warps_per_block
+    self.shape = self.warps, warp.LANES
     self.active = np.ones(self.shape, bool)
     lane = np.arange(warp.LANES, dtype=np.uint32)
     self.lane = self._value('b32', np.broadcast_to(lane, self.shape))
-    number = np.arange(warps, dtype=np.uint32)[:, None]
+    number = np.arange(self.warps, dtype=np.uint32)[:, None]
     self.warp = self._value('b32', np.broadcast_to(number, self.shape))
+    self.block = self.warp // warps_per_block
+    self.own = self.warp % warps_per_block
+    # Of words that a block shares, since its last wait: who wrote, and who read.
+    self.written, self.read = {}, {}
 
   def _value(self, kind: str, raw: Any) -> Value:
     return Value(self, kind, np.asarray(raw, _TYPES[kind]))
@@ -206,6 +211,27 @@ class Lanes:
   def sync(self) -> None:
     self._together()
 
+  def sync_block(self) -> None:
+    blocks = self.active.reshape(-1, self.warps_per_block * warp.LANES)
+    some, every = blocks.any(axis=1), blocks.all(axis=1)
+    assert (some == every).all(), 'not all warps of a block wait'
+    self.written, self.read = {}, {}
+
+  def _touch(self, ref: Ref, place: np.ndarray, write: bool) -> None:
+    """Nobody but this warp may have written since the last wait, or read."""
+    if not ref.of_block:
+      return
+    warps = np.broadcast_to(self.warp.raw, self.shape)[self.active]
+    words = place[self.active].tolist()
+    for word, own in sorted({*zip(words, warps.tolist(), strict=True)}):
+      others = {self.written.get(word, own)} - {own}
+      others |= self.read.get(word, {own}) - {own} if write else set()
+      assert not others, f'word {word} is of warps {own} and {others} at once'
+      if write:
+        self.written[word] = own
+      else:
+        self.read.setdefault(word, set()).add(own)
+
   # Memory.
 
   def _place(self, ref: Ref, index: Any, width: int = 1) -> np.ndarray:
@@ -216,11 +242,14 @@ class Lanes:
     )
     place = np.where(self.active, place, 0)
     if ref.shared:
-      return place + ref.size * self.warp.raw.astype(np.int64)
+      owner = self.block if ref.of_block else self.warp
+      return place + ref.size * owner.raw.astype(np.int64)
     return place + np.where(self.active, ref.start, 0)
 
   def load(self, ref: Ref, index: Any) -> Value:
-    return self._value(ref.kind, ref.raw[self._place(ref, index)])
+    place = self._place(ref, index)
+    self._touch(ref, place, write=False)
+    return self._value(ref.kind, ref.raw[place])
 
   def load_words(
     self,
@@ -260,6 +289,7 @@ class Lanes:
 
   def store(self, ref: Ref, index: Any, value: Any) -> None:
     place = self._place(ref, index)
+    self._touch(ref, place, write=True)
     value = self._raw(value, ref.kind)
     ref.raw[place[self.active]] = value[self.active].astype(ref.raw.dtype)
 
@@ -321,12 +351,14 @@ def run(
   out: Sequence[jax.ShapeDtypeStruct],
   *,
   warps: int,
-  scratch: int,
+  blocks: int,
+  scratch: int = 0,
+  block_scratch: int = 0,
 ) -> list[jax.Array]:
   """As `warp.run`, on the CPU; may be called under jit."""
 
   def compute(*arrays):
-    w = Lanes(warps)
+    w = Lanes(warps, blocks)
     outputs = [
       np.frombuffer(
         bytearray(b'\xab' * (one.size * one.dtype.itemsize)), one.dtype
@@ -335,9 +367,12 @@ def run(
     ]
     refs = [_ref(np.asarray(array).reshape(-1)) for array in arrays]
     refs += [_ref(array) for array in outputs]
-    if scratch:
-      own = np.full(warps * scratch, 0xABABABAB, np.uint32)
-      refs.append(Ref(own, np.uint32, scratch, shared=True))
+    words = scratch or block_scratch
+    if words:
+      count = blocks * (warps if scratch else 1)
+      own = np.full(count * words, 0xABABABAB, np.uint32)
+      whole = bool(block_scratch)
+      refs.append(Ref(own, np.uint32, words, shared=True, of_block=whole))
     kernel(w, *refs)
     return [
       array.reshape(one.shape) for array, one in zip(outputs, out, strict=True)

@@ -1,7 +1,8 @@
 """Before jax is imported: CPU, eight fake devices, strict promotion.
 
 COMPOSER_TEST_PLATFORM=cuda runs on a GPU instead, for `pytest -m gpu`: in a process
-a core, since what takes long there is compiling.
+a core, since what takes long there is compiling. A CPU is there beside it, for
+callbacks, in which kernels are interpreted.
 
 jax reads these from the environment when it is first imported, and so do the
 processes that tests start.
@@ -12,7 +13,10 @@ import sys
 
 assert 'jax' not in sys.modules, 'a pytest plugin imported jax too early'
 
-os.environ['JAX_PLATFORMS'] = os.environ.get('COMPOSER_TEST_PLATFORM', 'cpu')
+_PLATFORM = os.environ.get('COMPOSER_TEST_PLATFORM', 'cpu')
+os.environ['JAX_PLATFORMS'] = (
+  _PLATFORM if 'cpu' in _PLATFORM.split(',') else f'{_PLATFORM},cpu'
+)
 os.environ['JAX_NUMPY_RANK_PROMOTION'] = 'raise'
 # Processes share a GPU.
 os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')

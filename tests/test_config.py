@@ -213,6 +213,10 @@ def test_defaults_are_valid():
     (['rl.group_size=1'], r'rl\.group_size=1; .*use 2 or more'),
     (['rl.staleness=-1'], r'rl\.staleness=-1 is negative'),
     (['rl.groups_per_step=0'], r'rl\.groups_per_step=0 is not positive'),
+    (
+      ['eval.temperature=1e-7'],
+      r'eval\.temperature=1e-07 .* use 1e-06 or more',
+    ),
     (['rl.learning_rate=0'], r'rl\.learning_rate=0\.0 is not positive'),
     (['midtrain.python_share=1.5'], 'lies between 0 and 1'),
     (['rl.clip_low=-0.1'], 'lies between 0 and 1'),

@@ -12,6 +12,8 @@ start's on a CPU, SmolLM2-135M's elsewhere, unless named) or of a checkpoint:
             device's measured ceilings) that decoding reached, the share of the
             rate of a large product that prompts reached, and the tokens/s of
             `transformers` where it can be imported
+            Where a share is above 1, or the ceilings are others at the end, a
+            line says so: something else ran beside them
   recording the same decode steps with and without logprobs and routes
   sessions  the trace of `engine_load`: multi-turn sessions in groups that share
             their prompts, with tools that take their time; not of a shape of which
@@ -23,6 +25,7 @@ Every line is printed, and the file written, as soon as it is measured.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 import dataclasses
 import importlib.util
 import json
@@ -47,6 +50,7 @@ from pallas_kernels import dispatch
 
 Shape = engine_shapes.Shape
 REPEATS = 3
+MOVED = 1.2  # from which ceilings that are measured again are others
 PAIRS = 20  # of decode steps with and without recording
 MODES = ('fast', 'aligned', 'bitwise')
 HEADER = (
@@ -313,15 +317,42 @@ def run(
   recording = measure_recording(served, numerics, params, largest)
   _say(f'recording at batch {largest}: {recording - 1:+.1%} of a step')
   keep(recording=recording)
-  if not served.whole:
-    return 0
-  rows = 128 if on_cpu else 512
-  sessions = engine_load.measure(
-    served.model, numerics, params, trace, ceilings, rows
-  )
-  _say(engine_load.table(trace, sessions))
-  keep(sessions=dataclasses.asdict(sessions))
+  if served.whole:
+    rows = 128 if on_cpu else 512
+    sessions = engine_load.measure(
+      served.model, numerics, params, trace, ceilings, rows
+    )
+    _say(engine_load.table(trace, sessions))
+    keep(sessions=dataclasses.asdict(sessions))
+  again = engine_roofline.measure(numerics)
+  doubt = doubtful(found, ceilings, again)
+  if doubt:
+    _say(doubt)
+  keep(ceilings_again=dataclasses.asdict(again), doubt=doubt)
   return 0
+
+
+def doubtful(
+  found: Sequence[Batch],
+  before: engine_roofline.Ceilings,
+  after: engine_roofline.Ceilings,
+) -> str:
+  """Why shares of the ceilings measured `before` are not to be believed; or ''."""
+  highest = max((max(b.roofline, b.products) for b in found), default=0.0)
+  ratios = [
+    b / a
+    for a, b in zip(
+      dataclasses.astuple(before), dataclasses.astuple(after), strict=True
+    )
+  ]
+  if highest <= 1 and max(ratios) < MOVED and min(ratios) > 1 / MOVED:
+    return ''
+  return (
+    f'of the ceilings: not to be believed. The highest share is {highest:.0%},'
+    f' and measured again they are {after.bytes_per_s / 1e9:,.0f} GB/s,'
+    f' {after.flops_per_s / 1e12:,.2f} TFLOP/s: other programs ran, or the model'
+    ' fits into a cache. Measure again with nothing beside'
+  )
 
 
 def _say(line: str) -> None:

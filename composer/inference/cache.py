@@ -26,6 +26,19 @@ class Page:
   experts: np.ndarray | None  # int16 [S, L, K]
 
 
+@dataclasses.dataclass(frozen=True)
+class Count:
+  """How many pages there are of each kind.
+
+  `kept` ones hold what an earlier request computed, for a later one with the same
+  tokens; where free ones run out they are taken, the least recently used first.
+  """
+
+  held: int  # by running sequences
+  kept: int
+  free: int
+
+
 def chain(
   version: int, tokens: np.ndarray, block: int, parent: Key | None = None
 ) -> list[Key]:
@@ -60,6 +73,13 @@ class PagePool:
   @property
   def held(self) -> int:
     return self.total - self.available
+
+  @property
+  def count(self) -> Count:
+    """From any thread; the sum is always the total."""
+    free = len(self._free)  # first: pages go from kept to free, never back
+    kept = len(self._idle)
+    return Count(self.total - kept - free, kept, free)
 
   def lookup(self, keys: Sequence[Key]) -> list[int]:
     """The longest run of kept pages for `keys`, from the first on."""

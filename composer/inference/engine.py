@@ -34,6 +34,7 @@ from collections.abc import Callable
 from concurrent import futures
 import dataclasses
 import functools
+import operator
 import threading
 import time
 from typing import Any
@@ -105,7 +106,7 @@ class Engine:
     numerics: config_lib.NumericsConfig,
     config: config_lib.EngineConfig,
   ):
-    _check(model, numerics, config)
+    planning.check(model, numerics, config)
     self._model, self._numerics, self._config = model, numerics, config
     self._pool = cache_lib.PagePool(config.pages)
     self._cache = speculate.init_cache(
@@ -124,6 +125,7 @@ class Engine:
     self._given = False  # whether there ever were weights to activate
     self._chores: collections.deque[Callable[[], None]] = collections.deque()
     self._cancelled = False
+    self._satisfied: set[Sequence] = set()  # whose requesters have enough
     self._params = None
     self._version = -1
     self._wake = threading.Condition()
@@ -150,6 +152,11 @@ class Engine:
   def pages_held(self) -> int:
     """Pages of running sequences; others may be taken or are kept for reuse."""
     return self._pool.held
+
+  @property
+  def pages(self) -> cache_lib.Count:
+    """What the pages are in use for."""
+    return self._pool.count
 
   @property
   def waiting(self) -> int:
@@ -313,6 +320,7 @@ class Engine:
     while self._chores:
       self._chores.popleft()()
     self._drop_cancelled()
+    self._end_satisfied()
     self._admit()
     self._reserve()
     plan, steps = self._plan()
@@ -368,6 +376,33 @@ class Engine:
       self._waiting = collections.deque(kept)
     self._answered(gone)
     self._count(cancelled=count)
+
+  def _tell(self, sequence: Sequence, piece: records.Piece) -> None:
+    """On the requester's event loop."""
+    enough = sequence.request.on_tokens(piece)
+    if enough is not None and sequence.enough is None:
+      sequence.enough = operator.index(enough)
+      with self._wake:
+        self._satisfied.add(sequence)
+
+  def _end_satisfied(self) -> None:
+    """Answers those that have enough, once the routes of that are known."""
+    if not self._satisfied:
+      return
+    with self._wake:
+      some = {s for s in self._satisfied if s.live and not s.future.done()}
+      done = [s for s in some if sequence_lib.has_enough(s)]
+      self._satisfied = some.difference(done)
+      for sequence in done:
+        if sequence.slot < 0:  # it gave its pages back
+          self._waiting.remove(sequence)
+          sequence.live = False
+    for sequence in done:
+      sequence.stop_reason = 'stop'
+      if sequence.live:
+        self._leave(sequence)
+    replies.deliver([(s.future, sequence_lib.completion(s)) for s in done])
+    self._answered(done)
 
   def _answered(self, sequences: list[Sequence]) -> None:
     """Only after the answer is on its way: a failure before must reach them."""
@@ -578,7 +613,8 @@ class Engine:
         routes = experts[0, part.row : part.row + part.count]
         sampled += self._record(part, here, routes, flight)
       if part.draws and (piece := sequence_lib.piece(sequence)):
-        replied.append((sequence.future, (sequence.request.on_tokens, piece)))
+        tell = functools.partial(self._tell, sequence)
+        replied.append((sequence.future, (tell, piece)))
       if sequence.stop_reason:
         done.append(sequence)
     # Before the answers: whoever has one finds it counted.
@@ -710,36 +746,6 @@ def _plain(part: Part) -> bool:
 
 def _rows_of(answer: sampling.Answer, at: Any) -> sampling.Answer:
   return sampling.Answer(*(None if x is None else x[at] for x in answer))
-
-
-def _check(
-  model: config_lib.ModelConfig,
-  numerics: config_lib.NumericsConfig,
-  config: config_lib.EngineConfig,
-) -> None:
-  """Refuses what cannot work, before anything is allocated."""
-  columns = -(-config.max_context // numerics.kv_block)
-  if config.pages < columns + 1:  # one is scratch
-    raise ValueError(
-      f'engine.pages={config.pages} cannot hold one sequence of'
-      f' engine.max_context={config.max_context} tokens; use'
-      f' {columns + 1} or more'
-    )
-  if config.draft and config.draft not in drafts.DRAFTS:
-    raise ValueError(
-      f'engine.draft={config.draft!r} is unknown; there are'
-      f' {", ".join(drafts.DRAFTS)}, and none'
-    )
-  if config.draft == drafts.ON_DEVICE and not model.mtp_layers:
-    raise ValueError(
-      f'engine.draft={config.draft!r} with model.mtp_layers=0: the model has no'
-      ' layer that drafts; train one (model.mtp_layers=1), or draft by ngram'
-    )
-  if config.on_new_weights not in ('continue', 'restart'):
-    raise ValueError(
-      f'engine.on_new_weights={config.on_new_weights!r} is unknown; choose'
-      ' continue or restart'
-    )
 
 
 def prepare(

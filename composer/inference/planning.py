@@ -59,6 +59,36 @@ def rules(
   )
 
 
+def check(
+  model: config_lib.ModelConfig,
+  numerics: config_lib.NumericsConfig,
+  config: config_lib.EngineConfig,
+) -> None:
+  """Refuses an engine that cannot work, before anything is allocated."""
+  columns = -(-config.max_context // numerics.kv_block)
+  if config.pages < columns + 1:  # one is scratch
+    raise ValueError(
+      f'engine.pages={config.pages} cannot hold one sequence of'
+      f' engine.max_context={config.max_context} tokens; use'
+      f' {columns + 1} or more'
+    )
+  if config.draft and config.draft not in drafts.DRAFTS:
+    raise ValueError(
+      f'engine.draft={config.draft!r} is unknown; there are'
+      f' {", ".join(drafts.DRAFTS)}, and none'
+    )
+  if config.draft == drafts.ON_DEVICE and not model.mtp_layers:
+    raise ValueError(
+      f'engine.draft={config.draft!r} with model.mtp_layers=0: the model has no'
+      ' layer that drafts; train one (model.mtp_layers=1), or draft by ngram'
+    )
+  if config.on_new_weights not in ('continue', 'restart'):
+    raise ValueError(
+      f'engine.on_new_weights={config.on_new_weights!r} is unknown; choose'
+      ' continue or restart'
+    )
+
+
 def plan(
   rules: Rules,
   running: List[Sequence],

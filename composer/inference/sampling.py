@@ -6,11 +6,12 @@ as its logits have the same bits. The draw inverts the cumulative distribution
 in two levels: two uniform numbers choose a block of the vocabulary and a token
 of it, which needs no random number per token of the vocabulary.
 
-The logprob of a whole distribution is taken afterwards by
-`transformer.row_logprobs`, the very function that the trainer calls; but in
-`fast`, where bits may differ, from the sums that the draw has made. Where
-top-k, top-p, min-p or a mask cut the distribution, the kept set is given back
-packed, and the logprob is over it.
+The logprob has the bits of `transformer.row_logprobs`, the very function that the
+trainer calls: it is taken by that function afterwards or, where the kernel gives
+logits and logprobs at once, from the same pass that the draw reads. In `fast`,
+where bits may differ, it comes from the sums that the draw has made. Where top-k,
+top-p, min-p or a mask cut the distribution, the kept set is given back packed,
+and the logprob is over it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ import jax.numpy as jnp
 
 from composer import config as config_lib
 from composer.model import layers
+from composer.model import logprobs as logprobs_lib
+from composer.model import operations
 from composer.model import transformer
 from composer.records import TOP_LOGPROBS
+from pallas_kernels import token_logprob
 
 Array = jax.Array
 ModelConfig = config_lib.ModelConfig
 NumericsConfig = config_lib.NumericsConfig
 
-GREEDY = 1e-6  # temperatures below this take the argmax
+GREEDY = config_lib.GREEDY
 
 
 class Draws(NamedTuple):
@@ -183,34 +187,25 @@ def answer(
   """
   norm, unembed = params['final_norm'], transformer.unembedding(params)
   safe = jnp.where(draws.temperature < GREEDY, 1.0, draws.temperature)
+  model = config, numerics, norm, unembed
   if numerics.mode == 'fast':
-    tokens, logprobs = scored_rows(
-      config, numerics, norm, unembed, hidden, draws
-    )
+    tokens, logprobs = scored_rows(*model, hidden, draws)
   else:
-    tokens = sample_rows(config, numerics, norm, unembed, hidden, draws)
-    logprobs, _ = transformer.row_logprobs(
-      config, numerics, norm, unembed, hidden, tokens, safe
-    )
+    scored = logprobs_lib.row_scores(*model, hidden, safe)
+    if scored is not None:
+      return _of_scored(numerics, scored, draws, cuts)
+    tokens = sample_rows(*model, hidden, draws)
+    logprobs, _ = transformer.row_logprobs(*model, hidden, tokens, safe)
   if cuts is None:
     return Answer(tokens, logprobs, None)
 
   def rows(x, t, draws, cuts):
     z = transformer.logits_rows(config, norm, unembed, x, t)  # [R, V]
-    kept, top = _cut(z, draws.temperature, cuts)
-    z = jnp.where(kept, z, -jnp.inf)
-    total = jax.nn.logsumexp(z, axis=-1, keepdims=True)
-    likely = jnp.take_along_axis(z, top, axis=-1) - total
-    return draw(z, draws), jnp.packbits(kept, axis=-1), top, likely
+    return _drawn_among(z, draws, cuts)
 
-  allowed = jnp.broadcast_to(
-    cuts.allowed, (hidden.shape[0], cuts.allowed.shape[1])
-  )
-  cuts = cuts._replace(allowed=allowed)
+  cuts = _of_every_row(cuts, hidden.shape[0])
   few, kept, *top = layers.map_rows(rows, numerics, hidden, safe, draws, cuts)
-  over, _ = transformer.row_logprobs(
-    config, numerics, norm, unembed, hidden, few, safe, kept
-  )
+  over, _ = transformer.row_logprobs(*model, hidden, few, safe, kept)
   # Rows that are not cut keep the very bits of a step without any that is.
   return Answer(
     jnp.where(cuts.some, few, tokens),
@@ -218,6 +213,47 @@ def answer(
     kept,
     *top,
   )
+
+
+def _of_scored(
+  numerics: NumericsConfig,
+  scored: token_logprob.Scored,
+  draws: Draws,
+  cuts: Cuts | None,
+) -> Answer:
+  """`answer` of logits that are there; they are not multiplied again."""
+  tokens = draw(scored.logits, draws)
+  logprobs = scored.logprob(tokens)
+  if cuts is None:
+    return Answer(tokens, logprobs, None)
+  cuts = _of_every_row(cuts, len(tokens))
+  few, kept, *top = _drawn_among(scored.logits, draws, cuts)
+  over = token_logprob.renormalised(
+    scored, kept, implementation=operations.of(numerics).sparse
+  )
+  return Answer(
+    jnp.where(cuts.some, few, tokens),
+    jnp.where(cuts.some, over.logprob(few), logprobs),
+    kept,
+    *top,
+  )
+
+
+def _of_every_row(cuts: Cuts, rows: int) -> Cuts:
+  """With a mask of its own for each of so many rows."""
+  size = cuts.allowed.shape[1]
+  return cuts._replace(allowed=jnp.broadcast_to(cuts.allowed, (rows, size)))
+
+
+def _drawn_among(
+  z: Array, draws: Draws, cuts: Cuts
+) -> tuple[Array, Array, Array, Array]:
+  """(token, what was kept, packed, the likeliest and their logprobs) of z [R, V]."""
+  kept, top = _cut(z, draws.temperature, cuts)
+  z = jnp.where(kept, z, -jnp.inf)
+  total = jax.nn.logsumexp(z, axis=-1, keepdims=True)
+  likely = jnp.take_along_axis(z, top, axis=-1) - total
+  return draw(z, draws), jnp.packbits(kept, axis=-1), top, likely
 
 
 def sample_rows(

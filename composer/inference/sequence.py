@@ -18,6 +18,7 @@ import asyncio
 
 import numpy as np
 
+from composer import config as config_lib
 from composer import records
 
 Request = records.SampleRequest
@@ -49,7 +50,9 @@ class Sequence:
     self.experts = np.full(
       (size, layers, experts_per_token), records.UNKNOWN_EXPERT, np.int16
     )
-    self.kept: list[np.ndarray] | None = []  # ids, of every sampled token
+    # Ids that each sampled token was drawn among, up to the first that had too
+    # many.
+    self.kept: list[np.ndarray] = []
     self.top_ids: list[np.ndarray] = []  # [N], of every sampled token
     self.top_logprobs: list[np.ndarray] = []
     self.pages: list[int] = []
@@ -65,6 +68,7 @@ class Sequence:
     self.allowed: np.ndarray | None = None  # packed, of the next token
     self.drafted = np.zeros(0, np.int32)  # by the device, behind `length`
     self.told = self.prompt  # tokens already given to `on_tokens`
+    self.enough: int | None = None  # sampled tokens that its requester wants
     self.stop_ids = {int(t) for t in request.stop_tokens}
     self.stops = [tuple(s) for s in request.stop_sequences]
 
@@ -161,18 +165,18 @@ def keep(sequence: Sequence, packed: np.ndarray, vocab: int) -> None:
   """Notes what n tokens were drawn among; packed uint8 [n, ceil(V / 8)].
 
   Ids of a large vocabulary are many: all of them are noted as none, and more
-  than the request wants end the noting.
+  than the request wants end the noting. The tokens are noted already.
   """
   most = sequence.request.max_kept
+  if len(sequence.kept) != sequence.length - sequence.prompt - len(packed):
+    return  # it has ended
   for row in packed:
-    if sequence.kept is None:
-      return
     ids = np.flatnonzero(np.unpackbits(row, count=vocab)).astype(np.int32)
     if len(ids) == vocab:
       ids = ids[:0]
-    sequence.kept.append(ids)
     if most is not None and len(ids) > most:
-      sequence.kept = None
+      return
+    sequence.kept.append(ids)
 
 
 def tell(
@@ -192,13 +196,12 @@ def piece(sequence: Sequence) -> records.Piece | None:
     return None
   new = slice(sequence.told, sequence.length)
   drawn = slice(new.start - sequence.prompt, new.stop - sequence.prompt)
-  keeps = sequence.cuts and sequence.kept is not None
   sequence.told = sequence.length
   return records.Piece(
     tokens=sequence.tokens[new].copy(),
     logprobs=sequence.logprobs[new].copy(),
     versions=sequence.versions[new].copy(),
-    kept=tuple(sequence.kept[drawn]) if keeps else None,
+    kept=tuple(sequence.kept[drawn]) if sequence.cuts else None,
     **_told(sequence, drawn),
   )
 
@@ -221,9 +224,17 @@ def ragged(kept: list[np.ndarray]) -> dict[str, np.ndarray]:
   }
 
 
+def has_enough(sequence: Sequence) -> bool:
+  """Whether its requester wants no more, and the routes of that are known."""
+  enough = sequence.enough
+  return enough is not None and sequence.recorded >= sequence.prompt + enough
+
+
 def completion(sequence: Sequence) -> records.Completion:
   """The answer."""
   sampled = slice(sequence.prompt, sequence.length)
+  kept = sequence.kept if sequence.cuts else []
+  keeps = 0 < len(kept) == sequence.length - sequence.prompt
   return records.Completion(
     tokens=sequence.tokens[sampled].copy(),
     logprobs=sequence.logprobs[sampled].copy(),
@@ -231,7 +242,7 @@ def completion(sequence: Sequence) -> records.Completion:
     experts=sequence.experts[: sequence.length].copy(),
     computed_versions=sequence.computed_versions[: sequence.length].copy(),
     stop_reason=sequence.stop_reason,
-    **(ragged(sequence.kept) if sequence.cuts and sequence.kept else {}),
+    **(ragged(kept) if keeps else {}),
     **_told(sequence, slice(None)),
   )
 
@@ -263,6 +274,11 @@ def check(request: Request, max_context: int, vocab: int) -> None:
   if not 0 <= request.temperature < np.inf:
     raise ValueError(
       f'temperature {request.temperature} is below 0 or not finite'
+    )
+  if 0 < request.temperature < config_lib.GREEDY:
+    raise ValueError(
+      f'temperature {request.temperature} is between 0 and'
+      f' {config_lib.GREEDY:g}; give 0, which takes the likeliest token, or more'
     )
   if not 0 < request.top_p <= 1:
     raise ValueError(f'top_p {request.top_p} is not in (0, 1]; 1 keeps all')

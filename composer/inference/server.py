@@ -385,7 +385,10 @@ async def _metrics(request: web.Request) -> web.Response:
     'session_feedback_bytes': server.table.feedback_bytes,
     'sessions_expired': server.table.expired,
   }
-  lines = server_metrics.text(server.metrics, server.engine.stats, gauges)
+  engine = server.engine
+  lines = server_metrics.text(
+    server.metrics, engine.stats, engine.pages, gauges
+  )
   return web.Response(
     text='\n'.join([*lines, '']),
     headers={'Content-Type': 'text/plain; version=0.0.4; charset=utf-8'},

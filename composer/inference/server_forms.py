@@ -6,7 +6,7 @@ schema is found where it is compiled (`server_grammar`). Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import json
 import re
@@ -20,6 +20,43 @@ TOOLS = 512
 DEPTH = 32  # of a tool's schema
 _NAME = re.compile(r'[A-Za-z0-9_.-]{1,64}')
 _TYPES = ('object', 'array', 'string', 'number', 'integer', 'boolean', 'null')
+# Words of a schema that hold other schemas: by name, in a list, and one.
+_NAMED = ('properties', 'patternProperties', '$defs', 'definitions')
+_LISTED = ('anyOf', 'oneOf', 'allOf', 'prefixItems')
+_SINGLE = ('items', 'additionalProperties', 'not')
+
+
+def _texts(value: Any) -> bool:
+  return isinstance(value, list) and all(isinstance(x, str) for x in value)
+
+
+def _count(value: Any) -> bool:
+  return type(value) in (int, float) and value >= 0 and value % 1 == 0
+
+
+# (words of a schema, whether a value can be theirs, what it must be)
+_WORDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+  (_NAMED, lambda x: isinstance(x, dict), 'an object'),
+  (_LISTED, lambda x: isinstance(x, list) and x, 'a list of schemas'),
+  (('required',), _texts, 'a list of names'),
+  (('enum',), lambda x: isinstance(x, list) and x, 'a list of values'),
+  (
+    ('pattern', 'format', '$ref', 'title', 'description'),
+    lambda x: isinstance(x, str),
+    'a text',
+  ),
+  (
+    ('minLength', 'maxLength', 'minItems', 'maxItems')
+    + ('minProperties', 'maxProperties'),
+    _count,
+    'a whole number of at least 0',
+  ),
+  (
+    ('minimum', 'maximum', 'multipleOf'),
+    lambda x: type(x) in (int, float),
+    'a number',
+  ),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +171,8 @@ def _structured(value: Any) -> Form:
 
 
 def _check_schema(schema: Any, where: str, depth: int) -> None:
-  """Refuses what is no JSON schema, as far as one can be told here."""
+  """Refuses what is no JSON schema, as far as one can be told here: by the words
+  that are written wrongly, not by what they mean together."""
 
   def wrong(what: str) -> ApiError:
     return invalid(f'{where}: {what}', where, 'invalid_function_parameters')
@@ -145,22 +183,30 @@ def _check_schema(schema: Any, where: str, depth: int) -> None:
     raise wrong('a schema must be an object')
   if depth > DEPTH:
     raise wrong(f'nested more than {DEPTH} deep')
-  kinds = schema.get('type', _TYPES)
+  kinds = _TYPES if schema.get('type') is None else schema['type']
   kinds = (kinds,) if isinstance(kinds, str) else kinds
   if not isinstance(kinds, list | tuple) or any(x not in _TYPES for x in kinds):
     raise wrong(f'type {json.dumps(kinds)[:80]} is none of JSON')
-  properties = schema.get('properties', {})
-  if not isinstance(properties, dict):
-    raise wrong('properties must be an object')
-  required = schema.get('required', [])
-  if not (
-    isinstance(required, list) and all(isinstance(x, str) for x in required)
-  ):
-    raise wrong('required must be a list of names')
-  for name, inner in properties.items():
-    _check_schema(inner, f'{where}.properties.{name[:64]}', depth + 1)
-  if 'items' in schema:
-    _check_schema(schema['items'], f'{where}.items', depth + 1)
+  for names, fits, what in _WORDS:
+    for name in names:
+      value = schema.get(name)  # null is left to those who write it so
+      if value is not None and not fits(value):
+        raise wrong(f'{name}={json.dumps(value)[:80]}; it must be {what}')
+  for name, inner in _within(schema):
+    _check_schema(inner, f'{where}.{name}', depth + 1)
+
+
+def _within(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+  """(where, schema) of those in a schema whose words are well formed."""
+  for word in _NAMED:
+    for name, inner in (schema.get(word) or {}).items():
+      yield f'{word}.{name[:64]}', inner
+  for word in _LISTED:
+    for i, inner in enumerate(schema.get(word) or ()):
+      yield f'{word}[{i}]', inner
+  for word in _SINGLE:
+    if schema.get(word) is not None:
+      yield word, schema[word]
 
 
 def tool_choice(

@@ -45,13 +45,13 @@ class Metrics:
 
 
 def text(
-  metrics: Metrics, stats: Any, gauges: Mapping[str, float]
+  metrics: Metrics, stats: Any, pages: Any, gauges: Mapping[str, float]
 ) -> Iterator[str]:
   """Lines of Prometheus' text format, version 0.0.4.
 
   Args:
     metrics: of the server.
-    stats: of the engine; each of its numbers becomes a gauge.
+    stats, pages: of the engine; each of their numbers becomes a gauge.
     gauges: name -> value, of the rest.
   """
   yield '# TYPE composer_requests_total counter'
@@ -64,8 +64,9 @@ def text(
   yield from _histogram('composer_first_token_seconds', metrics.first_token)
   yield from _histogram('composer_request_seconds', metrics.whole)
   numbers = {
-    f'engine_{field.name}': getattr(stats, field.name)
-    for field in dataclasses.fields(stats)
+    f'engine_{prefix}{field.name}': getattr(record, field.name)
+    for prefix, record in (('', stats), ('pages_', pages))
+    for field in dataclasses.fields(record)
   }
   for name, value in {**gauges, **numbers}.items():
     if isinstance(value, int | float):

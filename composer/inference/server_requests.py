@@ -15,6 +15,7 @@ import re
 from typing import Any
 
 from composer.chat import Call
+from composer.config import GREEDY
 from composer.inference import server_forms
 from composer.inference.server_values import ApiError
 from composer.inference.server_values import flag
@@ -278,6 +279,17 @@ def _refuse_unknown(body: Mapping[str, Any], known: Sequence[str]) -> None:
       )
 
 
+def _temperature(body: Mapping[str, Any]) -> float:
+  value = number(body, 'temperature', 1.0, 0.0, 100.0)
+  if 0 < value < GREEDY:
+    raise invalid(
+      f'temperature={value} must be at least {GREEDY:g}, or 0, which takes the'
+      ' likeliest token',
+      'temperature',
+    )
+  return value
+
+
 def _wanted(body: Mapping[str, Any], session: str) -> Wanted:
   options = body.get('stream_options', {})
   if not isinstance(options, dict) or set(options) - {
@@ -291,7 +303,7 @@ def _wanted(body: Mapping[str, Any], session: str) -> Wanted:
   return Wanted(
     n=whole(body, 'n', 1, 1, CHOICES),
     max_tokens=whole(body, 'max_tokens', None, 1),
-    temperature=number(body, 'temperature', 1.0, 0.0, 100.0),
+    temperature=_temperature(body),
     top_p=number(body, 'top_p', 1.0, 0.0, 1.0, above=True),
     top_k=whole(body, 'top_k', 0, 0),
     min_p=number(body, 'min_p', 0.0, 0.0, 1.0),

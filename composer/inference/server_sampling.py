@@ -1,13 +1,13 @@
 """From a context to answers: requests to the engine, read as they are sampled.
 
 A stop string may end within a token, and be spelt by any tokens, so the engine
-cannot know it. Once a reader has found one, the engine is told to stop, and the
-answer is made of the pieces that came: their routes are then unknown.
+cannot know it. Once a reader has found one, the engine is told how many tokens
+are enough; it ends when it knows their routes. What it sampled behind them is cut
+off, and neither told, nor counted, nor recorded.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
@@ -149,33 +149,26 @@ async def sample(
     reader.feed(completion.tokens)
     return completion
   pieces: list[Piece] = []
-  stopped = asyncio.get_running_loop().create_future()
 
-  def take(piece: Piece) -> None:
+  def take(piece: Piece) -> int | None:
     if reader.stopped:
-      return
+      return reader.count
     pieces.append(piece)
     before = reader.count
     delta = reader.feed(piece.tokens)
     if on_piece is not None:
       on_piece(_part(piece, slice(reader.count - before)), delta)
-    if reader.stopped and not stopped.done():
-      stopped.set_result(None)
+    return reader.count if reader.stopped else None
 
-  task = asyncio.ensure_future(
-    server.engine.sample(dataclasses.replace(request, on_tokens=take))
+  completion = await server.engine.sample(
+    dataclasses.replace(request, on_tokens=take)
   )
-  try:
-    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if not task.done():
-      return _of_pieces(server, request, pieces, reader.count)
-    completion = task.result()
-  finally:
-    task.cancel()
   seen = sum(len(piece.tokens) for piece in pieces)
   if seen < len(completion.tokens):  # an engine that gives no pieces
     take(_part(completion, slice(seen, None)))
-  return _cut(completion, reader.count) if reader.stopped else completion
+  if not reader.stopped:
+    return completion
+  return _cut(completion, reader.count, pieces)
 
 
 def _part(source: Piece | Completion, where: slice) -> Piece:
@@ -188,41 +181,29 @@ def _of_tokens(source: Any, where: slice) -> dict[str, Any]:
   return {k: x if x is None else x[where] for k, x in found.items()}
 
 
-def _cut(completion: Completion, count: int) -> Completion:
-  """The answer up to its `count`-th token."""
+def _cut(
+  completion: Completion, count: int, pieces: Sequence[Piece]
+) -> Completion:
+  """The answer up to its `count`-th token; `pieces` are what came of it."""
   end = len(completion.experts) - len(completion.tokens) + count
-  offsets = completion.kept_offsets
+  ids, offsets = completion.kept_ids, completion.kept_offsets
+  if offsets is not None:
+    kept = {
+      'kept_ids': ids[: offsets[count]],
+      'kept_offsets': offsets[: count + 1],
+    }
+  else:
+    # A later token may have been drawn among too many for all to be kept.
+    known = [ids for piece in pieces for ids in piece.kept or ()]
+    told = 0 < count <= len(known)
+    kept = sequence.ragged(known[:count]) if told else {}
   return dataclasses.replace(
     completion,
     **_of_tokens(completion, slice(count)),
+    **kept,
     experts=completion.experts[:end],
     computed_versions=completion.computed_versions[:end],
     stop_reason='stop',
-    kept_ids=None if offsets is None else completion.kept_ids[: offsets[count]],
-    kept_offsets=None if offsets is None else offsets[: count + 1],
-  )
-
-
-def _of_pieces(
-  server: Server, request: SampleRequest, pieces: Sequence[Piece], count: int
-) -> Completion:
-  """An answer that was stopped here; what was not told of it is unknown."""
-  total = len(request.tokens) + count
-  joined = {
-    name: None
-    if getattr(pieces[0], name) is None
-    else np.concatenate([getattr(x, name) for x in pieces])[:count]
-    for name in _OF_A_TOKEN
-  }
-  kept = {}
-  if all(x.kept is not None for x in pieces):
-    kept = sequence.ragged([ids for x in pieces for ids in x.kept][:count])
-  return Completion(
-    **joined,
-    experts=np.full((total, *server.table.shape), -1, np.int16),
-    computed_versions=np.full(total, -1, np.int32),
-    stop_reason='stop',
-    **kept,
   )
 
 

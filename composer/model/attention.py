@@ -71,10 +71,27 @@ def project(
   cos, sin [R, K / 2] are the rotary factors of the rows' positions. `form` is
   that of latent attention, whose shapes `mla.project` gives.
   """
-  if config.kv_lora:
-    return mla.project(p, config, form, x, cos, sin, ops)
-  d, h, g, k = config.width, config.heads, config.kv_heads, config.head_dim
   y = layers.rms_norm(x, p['norm'], config.norm_eps, ops)
+  return project_normed(p, config, form, y, cos, sin, ops)
+
+
+def project_normed(
+  p: Any,
+  config: ModelConfig,
+  form: str,
+  y: Array,
+  cos: Array | None,
+  sin: Array | None,
+  ops: Operations = operations.PLAIN,
+) -> tuple[Array, Array | None, Array | None]:
+  """`project` of rows y [R, D] that have been through the layer's norm.
+
+  Without cos and sin nothing is turned: ([R, H + 2 G, K] of all three, None,
+  None), of grouped queries alone.
+  """
+  if config.kv_lora:
+    return mla.project_normed(p, config, form, y, cos, sin, ops)
+  d, h, g, k = config.width, config.heads, config.kv_heads, config.head_dim
   qkv = operations.matmul(ops, y, p['qkv'].reshape(d, (h + 2 * g) * k))
   qkv = qkv.reshape(-1, h + 2 * g, k)
   turning = qkv[:, : h + g]
@@ -82,6 +99,10 @@ def project(
     q = layers.rms_norm(turning[:, :h], p['q_norm'], config.norm_eps, ops)
     keys = layers.rms_norm(turning[:, h:], p['k_norm'], config.norm_eps, ops)
     turning = jnp.concatenate([q, keys], axis=1)
+  if cos is None:
+    if config.qk_norm:
+      qkv = jnp.concatenate([turning, qkv[:, h + g :]], axis=1)
+    return qkv, None, None
   rotated = layers.rotate(turning, cos, sin, ops)
   return rotated[:, :h], rotated[:, h:], qkv[:, h + g :]
 
@@ -95,11 +116,22 @@ def combine_heads(
   ops: Operations = operations.PLAIN,
 ) -> Array:
   """x + heads W_o; x [R, D], heads [R, H, K] as the forms below give them."""
+  return operations.add(ops, x, of_heads(p, config, form, heads, ops))
+
+
+def of_heads(
+  p: Any,
+  config: ModelConfig,
+  form: str,
+  heads: Array,
+  ops: Operations = operations.PLAIN,
+) -> Array:
+  """What `combine_heads` adds, [R, D]."""
   if config.kv_lora:
-    return mla.combine_heads(p, config, form, x, heads, ops)
-  rows, d = x.shape
-  out = operations.matmul(ops, heads.reshape(rows, -1), p['out'].reshape(-1, d))
-  return operations.add(ops, x, out)
+    return mla.of_heads(p, config, form, heads, ops)
+  d = p['out'].shape[-1]
+  flat = heads.reshape(heads.shape[0], -1)
+  return operations.matmul(ops, flat, p['out'].reshape(-1, d))
 
 
 def divisor(config: ModelConfig) -> float:

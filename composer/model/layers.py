@@ -130,6 +130,22 @@ def rms_norm(
   return (wide * jax.lax.rsqrt(mean_square + eps) * scale).astype(x.dtype)
 
 
+def add_norm(
+  x: Array,
+  more: Array,
+  scale: Array,
+  eps: float,
+  ops: Operations = operations.PLAIN,
+) -> tuple[Array, Array]:
+  """(x + more, `rms_norm` of it), by one kernel where kernels norm."""
+  if ops.dense == operations.XLA:
+    total = operations.add(ops, x, more)
+    return total, rms_norm(total, scale, eps, ops)
+  return norm.add_rms_norm(
+    x, more, scale, epsilon=eps, implementation=ops.dense
+  )
+
+
 def yarn_scale(factor: float, mscale: float) -> float:
   """m = 0.1 mscale ln(factor) + 1 for a factor above 1, else 1."""
   return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -234,6 +250,10 @@ def feed_forward(
 ) -> Array:
   """Residual dense feed-forward of one layer; x [R, D]."""
   h = rms_norm(x, p['norm'], config.norm_eps, ops)
+  return operations.add(ops, x, gated_rows(p, h, ops))
+
+
+def gated_rows(p: Any, h: Array, ops: Operations) -> Array:
+  """What a dense feed-forward adds; h [R, D] normed."""
   hidden = operations.gated(ops, h, p['gate_up'])
-  out = operations.matmul(ops, hidden, p['down'])
-  return operations.add(ops, x, out)
+  return operations.matmul(ops, hidden, p['down'])

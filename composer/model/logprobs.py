@@ -134,6 +134,26 @@ def row_logprobs(
   return both[:, 0], both[:, 1]
 
 
+def row_scores(
+  config, numerics, norm, unembed, x, temperature
+) -> token_logprob.Scored | None:
+  """The logits of rows that are yet to be drawn from, and their statistics.
+
+  One pass over `unembed` then gives the draw and, with the bits of
+  `row_logprobs`, the logprob of what is drawn. The arguments are those there.
+
+  Returns:
+    None where no kernel gives both.
+  """
+  ops = operations.of(numerics)
+  if ops.sparse == operations.XLA:
+    return None
+  h = layers.rms_norm(x, norm, config.norm_eps, ops)
+  return token_logprob.scored(
+    h, unembed.astype(h.dtype), temperature, implementation=ops.sparse
+  )
+
+
 def _row_logprobs_forward(config, numerics, *args):
   return row_logprobs(config, numerics, *args), args
 

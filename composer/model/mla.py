@@ -177,6 +177,19 @@ def project(
       first C numbers of the keys.
   """
   y = layers.rms_norm(x, p['norm'], config.norm_eps, ops)
+  return project_normed(p, config, form, y, cos, sin, ops)
+
+
+def project_normed(
+  p: Any,
+  config: ModelConfig,
+  form: str,
+  y: Array,
+  cos: Array,
+  sin: Array,
+  ops: Operations = operations.PLAIN,
+) -> tuple[Array, Array, Array | None]:
+  """`project` of rows y [R, D] that have been through the layer's norm."""
   q = queries(p, config, y, cos, sin, ops)
   latent = latents(p, config, y, cos, sin, ops)
   if form == 'absorbed':
@@ -193,9 +206,20 @@ def combine_heads(
   ops: Operations = operations.PLAIN,
 ) -> Array:
   """x + heads W_o; x [R, D], heads [R, H, value] or, absorbed, [R, H, C]."""
+  return operations.add(ops, x, of_heads(p, config, form, heads, ops))
+
+
+def of_heads(
+  p: Any,
+  config: ModelConfig,
+  form: str,
+  heads: Array,
+  ops: Operations = operations.PLAIN,
+) -> Array:
+  """What `combine_heads` adds, [R, D]."""
   if form == 'absorbed':
     up = p['kv_up'][..., config.nope_dim :]
     heads = operations.per_head(ops, heads, jnp.swapaxes(up, 0, 1))
-  rows, d = x.shape
-  out = operations.matmul(ops, heads.reshape(rows, -1), p['out'].reshape(-1, d))
-  return operations.add(ops, x, out)
+  d = p['out'].shape[-1]
+  flat = heads.reshape(heads.shape[0], -1)
+  return operations.matmul(ops, flat, p['out'].reshape(-1, d))

@@ -204,19 +204,32 @@ def experts_sorted(
   The combination gathers a row's K results and adds them in slot order, in
   float32; nothing is scattered, nothing is dropped.
   """
-  e, d = p['gate_up'].shape[:2]
-  rows, k = routed.experts.shape
-  order = operations.order(ops, routed.experts, e)
+  order = operations.order(ops, routed.experts, p['gate_up'].shape[0])
+  k = routed.experts.shape[1]
   sorted_rows = x[order.slots // k]  # [R K, D]
+  return _combined(p, sorted_rows, order.sizes, order.places, routed.gates, ops)
+
+
+def _combined(
+  p: Any,
+  sorted_rows: Array,
+  sizes: Any,
+  places: Array,
+  gates: Array,
+  ops: operations.Operations,
+) -> Array:
+  """Experts of rows [R K, D] sorted by expert, and each row's sum [R, D]."""
+  rows, k = gates.shape
+  d, kind = sorted_rows.shape[1], sorted_rows.dtype
   out = operations.experts(
-    ops, sorted_rows, p['gate_up'], p['down'], order.sizes
+    ops, sorted_rows, p['gate_up'], p['down'], sizes
   )  # [R K, D]
-  slots = out[order.places].reshape(rows, k, d)
-  gates = operations.factor(ops, routed.gates, x.dtype)
+  slots = out[places].reshape(rows, k, d)
+  gates = operations.factor(ops, gates, kind)
   total = jnp.zeros((rows, d), jnp.float32)
   for slot in range(k):
     total = total + gates[:, slot, None] * slots[:, slot]
-  return operations.narrow(ops, total, x.dtype)
+  return operations.narrow(ops, total, kind)
 
 
 EXPERTS = {'dense': experts_dense, 'sorted': experts_sorted}
@@ -238,21 +251,47 @@ def moe(
   With a layout, `p` holds this device's experts only, and rows go to theirs.
   `replay`, `plausibility` and `audit` are those of `route`.
   """
+  h = layers.rms_norm(x, p['norm'], config.norm_eps, ops)
+  more = layout, ops, audit
+  out, used, native = mixture(
+    p, config, implementation, h, replay, plausibility, *more
+  )
+  return operations.add(ops, x, out), used, native
+
+
+def mixture(
+  p: Any,
+  config: ModelConfig,
+  implementation: str,
+  h: Array,
+  replay: Array | None,
+  plausibility: float,
+  layout: mesh_lib.Layout | None = None,
+  ops: operations.Operations = operations.PLAIN,
+  audit: bool = True,
+) -> tuple[Array, Array, Array]:
+  """What `moe` adds to rows of which h [R, D] are normed, and the routes."""
   if layout is None and implementation not in EXPERTS:
     raise ValueError(
       f'unknown MoE implementation {implementation!r}; known: {sorted(EXPERTS)}'
     )
-  h = layers.rms_norm(x, p['norm'], config.norm_eps, ops)
   logits = operations.wide_matmul(ops, h, p['router'], p.get('router_parts'))
-  routed = route(
-    logits, p.get('router_bias'), config, replay, plausibility, audit, ops
-  )
-  if layout is None:
-    out = EXPERTS[implementation](p, h, routed, ops)
+  bias, sent = p.get('router_bias'), None
+  compared = replay is not None and (audit or plausibility > 0)
+  if layout is None and implementation == 'sorted' and not compared:
+    sent = operations.send(ops, h, logits, bias, config, replay)
+  if sent is not None:
+    routed = Routed(sent.experts, sent.gates, sent.experts)
+    out = _combined(p, sent.rows, sent.groups, sent.places, sent.gates, ops)
   else:
-    out = exchange.experts_exchanged(layout, p, h, routed.experts, routed.gates)
+    routed = route(logits, bias, config, replay, plausibility, audit, ops)
+    if layout is None:
+      out = EXPERTS[implementation](p, h, routed, ops)
+    else:
+      both = routed.experts, routed.gates
+      out = exchange.experts_exchanged(layout, p, h, *both)
   if config.shared_experts:
     hidden = operations.gated(ops, h, p['shared_gate_up'])
     shared = operations.matmul(ops, hidden, p['shared_down'])
     out = operations.add(ops, out, shared)
-  return operations.add(ops, x, out), routed.experts, routed.native
+  return out, routed.experts, routed.native

@@ -27,6 +27,7 @@ from pallas_kernels import grouped_matmul
 from pallas_kernels import matmul as matmul_lib
 from pallas_kernels import paged_attention as paged_attention_lib
 from pallas_kernels import route as route_lib
+from pallas_kernels.grouped_matmul import groups
 
 Array = jax.Array
 XLA = 'xla'  # the plain expression, not the kernel's reference
@@ -258,7 +259,49 @@ def route(
   audit: bool,
 ) -> route_lib.Routed:
   """`model.moe.route` by the kernel; without `audit` native may be None."""
-  router = route_lib.Router(
+  return route_lib.route(
+    logits,
+    _selecting(bias),
+    _router(config, plausibility),
+    replay,
+    audit=replay is not None and (audit or plausibility > 0),
+    implementation=ops.sparse,
+  )
+
+
+def send(
+  ops: Operations,
+  x: Array,
+  logits: Array,
+  bias: Array | None,
+  config: config_lib.ModelConfig,
+  replay: Array | None,
+) -> route_lib.Sent | None:
+  """`route`, `order` and x [R, D] in that order; None but for few rows on a GPU.
+
+  Native experts are not found beside those that are replayed.
+  """
+  if ops.sparse == XLA:
+    return None
+  return route_lib.send(
+    x,
+    logits,
+    _selecting(bias),
+    _router(config, 0.0),
+    replay,
+    implementation=ops.sparse,
+  )
+
+
+def _selecting(bias: Array | None) -> Array | None:
+  """Without gradient, and float32: parameters may be kept narrower as a whole."""
+  if bias is None:
+    return None
+  return jax.lax.stop_gradient(bias.astype(jnp.float32))
+
+
+def _router(config: config_lib.ModelConfig, plausibility: float):
+  return route_lib.Router(
     k=config.experts_per_token,
     kind=config.router,
     groups=config.router_groups,
@@ -266,14 +309,6 @@ def route(
     normalise=config.normalise_gates,
     scale=config.router_scale,
     plausibility=plausibility,
-  )
-  return route_lib.route(
-    logits,
-    None if bias is None else jax.lax.stop_gradient(bias),
-    router,
-    replay,
-    audit=replay is not None and (audit or plausibility > 0),
-    implementation=ops.sparse,
   )
 
 
@@ -288,11 +323,16 @@ def order(ops: Operations, experts: Array, count: int) -> route_lib.Order:
 
 
 def experts(
-  ops: Operations, x: Array, gate_up: Array, down: Array, sizes: Array
+  ops: Operations,
+  x: Array,
+  gate_up: Array,
+  down: Array,
+  sizes: Array | groups.Planned,
 ) -> Array:
   """The gated feed-forward of each row's expert; rows sorted by expert.
 
-  x [M, D], gate_up [E, D, 2, F], down [E, F, D], sizes int32 [E] -> [M, D].
+  x [M, D], gate_up [E, D, 2, F], down [E, F, D], sizes int32 [E] (of kernels
+  also with their tiles) -> [M, D].
   """
   e, d, _, f = gate_up.shape
   if ops.sparse == XLA:
@@ -399,5 +439,49 @@ def decode(
     scale=1.0 / divisor,
     width=width,
     split=0 if ops.fixed else None,
+    implementation=ops.sparse,
+  )
+
+
+def turns_itself(
+  ops: Operations,
+  config: config_lib.ModelConfig,
+  table: Array,
+  k_pages: Array,
+  v_pages: Array | None,
+) -> bool:
+  """Whether `decode_turning` is to be called in place of `decode`."""
+  return ops.sparse != XLA and paged_attention_lib.turns_itself(
+    config.heads,
+    k_pages,
+    v_pages,
+    table,
+    split=0 if ops.fixed else None,
+    implementation=ops.sparse,
+  )
+
+
+def decode_turning(
+  ops: Operations,
+  qkv: Array,
+  cos: Array,
+  sin: Array,
+  positions: Array,
+  table: Array,
+  k_pages: Array,
+  v_pages: Array,
+  *,
+  divisor: float,
+  width: int = 0,
+) -> tuple[Array, Array, Array]:
+  """`decode` of rows whose queries and keys are not turned: the same bits.
+
+  qkv [R, H + 2 G, K]; cos, sin float32 [R, K / 2].
+  """
+  del width  # values are their own
+  turns = factor(ops, jnp.concatenate([cos, sin], axis=1), qkv.dtype)
+  return paged_attention_lib.decode_turning(
+    *(qkv, turns, k_pages, v_pages, table, positions),
+    scale=1.0 / divisor,
     implementation=ops.sparse,
   )

@@ -420,15 +420,20 @@ class _Places(NamedTuple):
   page: Array  # int32 [N], of a layer's own, 0 for nobody's
   table: Array  # int32 [S, M]
   of: np.ndarray | None  # see `sequences_of`
+  turns: tuple[Array, Array] | None  # cos, sin, where attention turns
 
 
 def _attended(numerics, scores, alone, places, base, q, k, v, keys, values):
   """(heads, keys, values) of a layer whose pages are from `base` on."""
-  positions, at, page, table, of = places
+  positions, at, page, table, of, turns = places
   ops, block = operations.of(numerics), numerics.kv_block
   kernels = ops.sparse != operations.XLA
   if kernels and alone:
     real = jnp.where(page == 0, -1, at)
+    if turns is not None:
+      return operations.decode_turning(
+        ops, q, *turns, real, base + table, keys, values, **scores
+      )
     return operations.decode(
       ops, q, k, v, real, base + table, keys, values, **scores
     )
@@ -448,6 +453,42 @@ def _attended(numerics, scores, alone, places, base, q, k, v, keys, values):
     own = base + (table if of is None else table[of])
     heads = _paged(numerics, scores, q, at, own, keys, values)
   return heads, keys, values
+
+
+def _step_layer(config, numerics, layout, alone, places, turns, carry, p):
+  """One layer of `step`: (carry, experts used [N, K]).
+
+  The carry is x [N, D], what is to be added to it yet (or None), the number of
+  the layer, keys and values.
+  """
+  x, more, index, keys, values = carry
+  form = mla.form(numerics, training=False)
+  base = index * (keys.shape[0] // config.layers)
+  some = p, config, numerics, form
+  if more is None:
+    project = functools.partial(trunk.project, *some)
+    q, k, v = layers.map_rows(project, numerics, x, *turns)
+  else:
+    enter = functools.partial(trunk.enter, *some)
+    x, (q, k, v) = layers.map_rows(enter, numerics, x, more, *turns)
+  scores = trunk.score_arguments(config, form)
+  heads, keys, values = _attended(
+    numerics, scores, alone, places, base, q, k, v, keys, values
+  )
+  finish = functools.partial(
+    trunk.finish if more is None else trunk.unadded,
+    *(*some, 0.0),
+    layout=layout,
+    audit=False,
+  )
+  replay = jnp.full((len(x), config.experts_per_token), -1, jnp.int32)
+  if layout is None:
+    x, *rest = layers.map_rows(finish, numerics, x, heads, replay)
+  else:  # rows meet those of other devices, all at once
+    x, *rest = finish(x, heads, replay)
+  if more is not None:
+    more = rest.pop(0)
+  return (x, more, index + 1, keys, values), rest[0]
 
 
 def step(
@@ -485,38 +526,28 @@ def step(
     (hidden [N, D], experts int16 [N, L, K], cache).
   """
   n = tokens.shape[0]
-  block, form = numerics.kv_block, mla.form(numerics, training=False)
-  scores = trunk.score_arguments(config, form)
-  pages = cache.keys.shape[0] // config.layers
+  ops, block = operations.of(numerics), numerics.kv_block
   of = sequences_of(n, table.shape[0])
   at, page = _places(positions, table, of, block)
-  cos, sin = trunk.rope(config, at, table.shape[1] * block, turns)
-  replay = jnp.full((n, config.experts_per_token), -1, jnp.int32)
-  places = _Places(positions, at, page, table, of)
-
-  def body(carry, p):
-    x, index, keys, values = carry
-    base = index * pages
-    project = functools.partial(trunk.project, p, config, numerics, form)
-    q, k, v = layers.map_rows(project, numerics, x, cos, sin)
-    heads, keys, values = _attended(
-      numerics, scores, alone, places, base, q, k, v, keys, values
-    )
-    finish = functools.partial(
-      trunk.finish, p, config, numerics, form, 0.0, layout=layout, audit=False
-    )
-    if layout is None:
-      x, used, _ = layers.map_rows(finish, numerics, x, heads, replay)
-    else:  # rows meet those of other devices, all at once
-      x, used, _ = finish(x, heads, replay)
-    return (x, index + 1, keys, values), used
-
+  turns = trunk.rope(config, at, table.shape[1] * block, turns)
+  kept = table, cache.keys, cache.values
+  inside = alone and operations.turns_itself(ops, config, *kept)
+  places = _Places(positions, at, page, table, of, turns if inside else None)
+  turns = (None, None) if inside else turns
+  some = config, numerics, layout, alone, places, turns
+  body = functools.partial(_step_layer, *some)
   x = params['embed'][tokens].astype(layers.dtype(numerics))
-  carry = (x, jnp.int32(0), cache.keys, cache.values)
+  # What a layer adds last is added by the kernel that norms for the next one;
+  # x - 0 is x, of whatever sign.
+  late = ops.dense != operations.XLA
+  more = jnp.full_like(x, -0.0) if late else None
+  carry = (x, more, jnp.int32(0), cache.keys, cache.values)
   used = jnp.zeros((0, n, config.experts_per_token), jnp.int32)
   if config.dense_layers:
     carry, _ = _over_layers(body, carry, params['dense'])
   if moe_layers(config):
     carry, used = _over_layers(body, carry, params['layers'])
-  x, _, keys, values = carry
+  x, more, _, keys, values = carry
+  if late:
+    x = operations.add(ops, x, more)
   return x, jnp.moveaxis(used, 0, 1).astype(jnp.int16), Cache(keys, values)

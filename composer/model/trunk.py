@@ -100,14 +100,33 @@ def finish(
   audit: bool = True,
 ) -> tuple[Array, Array, Array]:
   """Attention's output to the layer's output; rows [R, ...]."""
+  some = plausibility, x, heads, replay, layout, audit
+  x, more, used, native = unadded(p, config, numerics, form, *some)
+  return operations.add(operations.of(numerics), x, more), used, native
+
+
+def unadded(
+  p: Any,
+  config: ModelConfig,
+  numerics: NumericsConfig,
+  form: str,
+  plausibility: float,
+  x: Array,
+  heads: Array,
+  replay: Array,
+  layout: mesh_lib.Layout | None = None,
+  audit: bool = True,
+) -> tuple[Array, Array, Array, Array]:
+  """`finish` short of its last sum: (x, more, experts, native), x' = x + more."""
   p, ops = layers.as_compute(numerics, p), operations.of(numerics)
-  x = attention.combine_heads(p['attention'], config, form, x, heads, ops)
+  out = attention.of_heads(p['attention'], config, form, heads, ops)
+  own = p['mlp'] if 'mlp' in p else p['moe']
+  x, h = layers.add_norm(x, out, own['norm'], config.norm_eps, ops)
   if 'mlp' in p:
     none = jnp.zeros((x.shape[0], 0), jnp.int32)
-    return layers.feed_forward(p['mlp'], config, x, ops), none, none
-  return moe.moe(
-    p['moe'], config, numerics.moe, x, replay, plausibility, layout, ops, audit
-  )
+    return x, layers.gated_rows(own, h, ops), none, none
+  some = replay, plausibility, layout, ops, audit
+  return x, *moe.mixture(own, config, numerics.moe, h, *some)
 
 
 def project(
@@ -123,6 +142,23 @@ def project(
   p = layers.as_compute(numerics, p['attention'])
   ops = operations.of(numerics)
   return attention.project(p, config, form, x, cos, sin, ops)
+
+
+def enter(
+  p: Any,
+  config: ModelConfig,
+  numerics: NumericsConfig,
+  form: str,
+  x: Array,
+  more: Array,
+  cos: Array,
+  sin: Array,
+) -> tuple[Array, tuple[Array, Array, Array | None]]:
+  """(x + more, `project` of it): what `unadded` left to add is added here."""
+  p = layers.as_compute(numerics, p['attention'])
+  ops = operations.of(numerics)
+  x, y = layers.add_norm(x, more, p['norm'], config.norm_eps, ops)
+  return x, attention.project_normed(p, config, form, y, cos, sin, ops)
 
 
 def rope(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from composer.config import GREEDY
 from composer.records import UNKNOWN_EXPERT
 from composer.records import UNSAMPLED_VERSION
 from composer.records import Batch
@@ -296,7 +297,9 @@ def _write(
   batch.reference_logprobs[at] = (
     segment.logprobs if reference is None else reference
   )
-  batch.temperatures[at] = segment.temperatures
+  # The engine's logprobs of greedy tokens are those at temperature 1.
+  greedy = segment.temperatures < GREEDY
+  batch.temperatures[at] = np.where(greedy, 1.0, segment.temperatures)
   batch.advantages[at] = np.where(segment.sampled, item.advantage, 0.0)
   batch.experts[at] = segment.experts
   batch.versions[at] = segment.versions

@@ -39,6 +39,7 @@ import dataclasses
 
 import numpy as np
 
+from composer.config import GREEDY
 from composer.records import UNKNOWN_EXPERT
 from composer.records import UNSAMPLED_VERSION
 from composer.records import Completion
@@ -138,7 +139,7 @@ class Recorder:
     Args:
       context: int [P], what was sent to the engine.
       completion: what it answered.
-      temperature: under which it sampled.
+      temperature: under which it sampled; 0 is greedy.
       parent: of the segment, should the call start one: index of the segment
         whose summary the context holds, or -1.
       trainable: whether it is known what the tokens were drawn among. Where it
@@ -260,6 +261,11 @@ def _check(
   if not (np.isfinite(temperature) and temperature >= 0):
     raise BadCompletion(
       f'temperature is {temperature}; it must be finite, >= 0'
+    )
+  if 0 < temperature < GREEDY:
+    raise BadCompletion(
+      f'temperature is {temperature}; it must be 0, where the likeliest token'
+      f' was taken, or at least {GREEDY:g}'
     )
 
 

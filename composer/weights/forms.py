@@ -26,11 +26,11 @@ nvfp4   the matrices of routed experts (`gate_up` and `down` below `moe`) in fou
             t = a_m * (1 / 2688)       s = e4m3(a_b / (6 * t))
             code = e2m1(x / (s * t))   value = grid[code] * (s * t)
 
-        all in float32, rounded to nearest even; 2688 is 6 * 448. Divisions are
-        IEEE (an approximate one diverges, as Cursor's report says of NVFP4), none
-        is by a constant, by a quotient or by a broadcast, which XLA would rewrite.
-        Where s is 0 the block is 0. gate and up share t. `value` is exactly what both sides
-        compute with. The grid of E2M1 is 0, 0.5, 1, 1.5, 2, 3, 4, 6; 448 is the
+        all in float32, each step rounded to nearest even; 2688 is 6 * 448.
+        Divisions are IEEE (an approximate one diverges, as Cursor's report says of
+        NVFP4), which XLA's are not on NVIDIA; those of `quantize/reference.py` are.
+        Where s is 0 the block is 0. gate and up share t. `value` is exactly what
+        both sides compute with. The grid of E2M1 is 0, 0.5, 1, 1.5, 2, 3, 4, 6; 448 is the
         largest E4M3. Numbers per block, the two levels of scales and the packing
         are those of NVFP4 (arXiv 2509.25149). Of weights the granularity of the
         outer scale is not published by Cursor; a matrix is our choice.
@@ -153,13 +153,13 @@ def quantise(x: Any, axis: int) -> tuple[Array, Array, Array]:
   blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
   most = jnp.max(jnp.abs(blocks), axis=-1)  # [..., N, K / 16]
   largest = jnp.max(most, axis=tuple(range(axis, 0)))
-  outer = largest * jnp.float32(1 / (E2M1_MAX * E4M3_MAX))
+  outer = rounding.outer_of(largest)
   wide = outer.reshape(*outer.shape, *[1] * -axis)
-  scale = jnp.where(wide > 0, _divide(most, E2M1_MAX * wide), 0)
+  scale = rounding.divide(most, E2M1_MAX * wide)
   scale = jnp.minimum(scale, E4M3_MAX).astype(jnp.float8_e4m3fn)
   # Read from its bits: XLA may drop a cast to float8 and back, and on GPUs does.
   step = (rounding.from_e4m3(scale) * wide)[..., None]
-  codes = _e2m1(jnp.where(step > 0, _divide(blocks, step), 0))
+  codes = _e2m1(rounding.divide(blocks, step))
   codes = codes.reshape(*x.shape[:-1], -1, 2)
   packed = codes[..., 0] | (codes[..., 1] << 4)
   return _back(packed, axis), _back(scale, axis), outer
@@ -176,16 +176,6 @@ def dequantise(codes: Array, scale: Array, outer: Array, axis: int) -> Array:
   values = jnp.asarray(GRID, jnp.float32)[both & 7]
   values = jnp.where(both & 8, -values, values) * step[..., None]
   return _back(values.reshape(*codes.shape[:-1], -1), axis)
-
-
-def _divide(a: Array, b: Array) -> Array:
-  """a / b, rounded once.
-
-  XLA turns a division by a broadcast array into a product with its inverse; it
-  does not see through the barrier that this is one.
-  """
-  b = jnp.broadcast_to(jnp.where(b > 0, b, 1), a.shape)
-  return a / jax.lax.optimization_barrier(b)
 
 
 def _e2m1(x: Array) -> Array:

@@ -24,6 +24,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import checks
 from pallas_kernels import dispatch
 from pallas_kernels.attention import reference
 
@@ -130,6 +131,10 @@ def check_heads(q, k, v, scale, block, width) -> None:
     raise ValueError(
       f'q {q.shape} and k {k.shape} differ in the numbers of a head'
     )
+  if not k.shape[-2]:
+    raise ValueError(
+      f'k {k.shape} has no heads; give [..., G, K] with G above 0'
+    )
   if q.shape[-2] % k.shape[-2]:
     raise ValueError(
       f'{q.shape[-2]} heads of q are not a multiple of the {k.shape[-2]} of k'
@@ -147,6 +152,7 @@ def check_heads(q, k, v, scale, block, width) -> None:
     raise ValueError(
       f'width={width} and v {v.shape}; give width only where v is None'
     )
+  checks.floats(q=q)
   for name, array in (('k', k), ('v', v)):
     if array is not None and array.dtype != q.dtype:
       raise ValueError(
@@ -173,12 +179,8 @@ def _check(q, k, v, segment_ids, scale, block, width) -> None:
       f'q {q.shape} must be [B, T, H, K] and k {k.shape} [B, T, G, K]'
     )
   check_heads(q, k, v, scale, block, width)
-  if segment_ids.shape != q.shape[:2]:
-    raise ValueError(
-      f'segment_ids {segment_ids.shape} must be [B, T] = {q.shape[:2]}'
-    )
-  if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-    raise ValueError(f'segment_ids are {segment_ids.dtype}; give integers')
+  checks.shape('[B, T]', q.shape[:2], segment_ids=segment_ids)
+  checks.integers(segment_ids=segment_ids)
 
 
 def _choose(q, k, v, block, width, implementation) -> str:

@@ -37,8 +37,7 @@ class Tiles:
   """How the work is cut.
 
   Attributes:
-    block: rows of a block that is walked over. Of 32 where sums leave few
-      registers: products over them need lines of 64 bytes in shared memory.
+    block: rows of a block that is walked over, 64 or 32.
     stages: such blocks in shared memory.
     consumers: warpgroups that compute, of 64 rows each of what stays.
   """
@@ -48,10 +47,10 @@ class Tiles:
   consumers: int = 2
 
   def __post_init__(self):
-    if self.block not in (32, 64, 128) or self.stages < 2:
+    if self.block not in (32, 64) or self.stages < 2:
       raise ValueError(
-        f'block={self.block}, stages={self.stages}; a block has 32, 64 or 128'
-        ' rows, and there are at least 2 stages'
+        f'block={self.block}, stages={self.stages}; a block has 32 or 64 rows,'
+        ' and there are at least 2 stages'
       )
 
 
@@ -72,11 +71,19 @@ class Work:
     return ROWS * self.tiles.consumers
 
 
-def fitting(key: int, width: int) -> Tiles:
-  """As many stages as there is room for beside what stays, at most four."""
+def fitting(key: int, width: int, sums: int) -> Tiles:
+  """As many stages as there is room for beside what stays, at most four.
+
+  Args:
+    key, width: see `Work`.
+    sums: numbers that are summed for a row that stays. A thread has half as
+      many registers of them; above 256 too few are left for scores of 64 rows,
+      which would go through memory.
+  """
+  block = 64 if sums <= 256 else 32
   row = 2 * (key + width)  # bytes
   room = mosaic.SHARED_BYTES - 4096 - 2 * ROWS * row
-  return Tiles(64, min(room // (64 * row), 4))
+  return Tiles(block, min(room // (block * row), 4))
 
 
 def backward(
@@ -98,8 +105,8 @@ def backward(
   t, h, key = q.shape
   g, width = k.shape[1], v.shape[-1]
   sms = 2 if interpret else mosaic.cores()
-  query_tiles = query_tiles or fitting(key, width)
-  key_tiles = key_tiles or fitting(key, width)
+  query_tiles = query_tiles or fitting(key, width, key)
+  key_tiles = key_tiles or fitting(key, width, key + width)
   high = -(-t // 128) * 128  # rows of tiles, whatever the tiles
   logs, dots = (
     jnp.pad(x.astype(jnp.float32).T, ((0, 0), (0, high - t)))
@@ -115,7 +122,7 @@ def backward(
     work_lib.longest_first(items, sms),
     (starts, ends, q, k, v, dout, logs, dots),
     (jax.ShapeDtypeStruct(q.shape, q.dtype),),
-    rows_of_logs=0,
+    logs=False,
   )[0]
   work = dataclasses.replace(work, tiles=key_tiles)
   items = work_lib.key_items(starts, ends, work.rows, work.tiles.block, g)
@@ -128,9 +135,12 @@ def backward(
       jax.ShapeDtypeStruct(k.shape, k.dtype),
       jax.ShapeDtypeStruct(v.shape, v.dtype),
     ),
-    rows_of_logs=work.tiles.block,
+    logs=True,
   )
   return dq, dk, dv
+
+
+# --- What `gpu_absorbed` has too ----------------------------------------------
 
 
 def tiled(shape, dtype, block: int):
@@ -149,26 +159,66 @@ def tiled(shape, dtype, block: int):
   )
 
 
-def _launch(body, work: Work, items, arrays, out, rows_of_logs: int):
+def barriers(copies: int, consumers: int, stages: int = 1):
+  """Of full buffers, which copies make them, and of empty ones."""
+  return (
+    plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+    plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+  )
+
+
+def summed(loop, columns, interpret: bool) -> tuple[jax.Array, ...]:
+  """What `loop(sums, totals)` adds up, float32 [64, n] for each of `columns`.
+
+  It passes both on to `add`, and returns the totals: the sums are accumulators
+  of the tensor core, but interpreting there are none, and loops carry values.
+  """
+  if interpret:
+    zeros = [jnp.zeros((ROWS, n), jnp.float32) for n in columns]
+    cast = plgpu.layout_cast
+    return loop(None, tuple(cast(x, plgpu.Layout.WGMMA) for x in zeros))
+
+  def run(*sums):
+    loop(sums, ())
+    return tuple(x[...] for x in sums)
+
+  return pl.run_scoped(
+    run, *(plgpu.ACC((ROWS, n), jnp.float32) for n in columns)
+  )
+
+
+def add(sums, totals, index: int, left, right) -> tuple[jax.Array, ...]:
+  """Starts adding left @ right to the sum at `index`; returns the totals."""
+  if sums is None:
+    new = gpu_kernel.accumulate(totals[index], left, right, True)
+    return *totals[:index], new, *totals[index + 1 :]
+  plgpu.wgmma(sums[index], left, right)
+  return totals
+
+
+def wait(sums) -> None:
+  """Until all that was added is there, and what it was made of is free."""
+  if sums is not None:
+    plgpu.wgmma_wait(0)
+
+
+# --- The kernels ---------------------------------------------------------------
+
+
+def _launch(body, work: Work, items, arrays, out, logs: bool):
+  """A pass; `logs`: whether logs and dots are of rows that are walked over."""
   t, dtype = work.tiles, arrays[2].dtype
   stay = [(t.consumers, ROWS, n) for n in (work.key, work.width)]
   walk = [(t.stages, t.block, n) for n in (work.key, work.width)]
   mosaic.check_shared(
     t, mosaic.shared_bytes(*((shape, dtype) for shape in stay + walk)) + 2048
   )
-  logs = [mosaic.linear((t.stages, rows_of_logs), jnp.float32)] * 2
-  pairs = 2 + (2 if rows_of_logs else 0)
+  logs = [mosaic.linear((t.stages, t.block), jnp.float32)] * 2 if logs else []
   scratch = [
     tuple(tiled(shape, dtype, t.block) for shape in stay + walk),
-    tuple(logs) if rows_of_logs else (),
-    (
-      plgpu.Barrier(num_arrivals=2 * t.consumers),
-      plgpu.Barrier(num_arrivals=t.consumers),
-    ),
-    (
-      plgpu.Barrier(num_arrivals=pairs, num_barriers=t.stages),
-      plgpu.Barrier(num_arrivals=t.consumers, num_barriers=t.stages),
-    ),
+    tuple(logs),
+    barriers(2 * t.consumers, t.consumers),
+    barriers(2 + len(logs), t.consumers, t.stages),
   ]
   return mosaic.launch(
     mosaic.partial(_body, body=body, work=work, outs=len(out)),
@@ -286,8 +336,8 @@ def _query_item(r: _Refs, rows, head, cut, step, work: Work):
   dots = mosaic.load(r.dots.at[head, rows], by_row)
   across = lambda x: lax.broadcast_in_dim(x, shape, [0])  # noqa: E731
 
-  def item(sums):
-    def pair(j, total, masked):
+  def loop(sums, totals):
+    def pair(j, totals, masked):
       stage = _stage(step + j - first, work)
       k, v = r.buffers[2].at[stage], r.buffers[3].at[stage]
       plgpu.barrier_wait(r.walk[0].at[stage])
@@ -309,34 +359,18 @@ def _query_item(r: _Refs, rows, head, cut, step, work: Work):
 
       acc = plgpu.ACC(shape, jnp.float32)
       ds = pl.run_scoped(products, acc, acc).astype(r.q.dtype)
-      if work.interpret:
-        total = gpu_kernel.accumulate(total, ds, k, True)
-      else:
-        plgpu.wgmma(sums, ds, k)
-        plgpu.wgmma_wait(0)
+      totals = add(sums, totals, 0, ds, k)
+      wait(sums)
       plgpu.barrier_arrive(r.walk[1].at[stage])
-      return total
+      return totals
 
-    total = _zeros((ROWS, work.key)) if work.interpret else ()
     for low, high, masked in ((first, middle, False), (middle, end, True)):
-      total = lax.fori_loop(
-        low, high, mosaic.partial(pair, masked=masked), total
+      totals = lax.fori_loop(
+        low, high, mosaic.partial(pair, masked=masked), totals
       )
-    return total if work.interpret else sums[...]
+    return totals
 
-  return _with_sums(item, work, (work.key,))
-
-
-def _zeros(shape):
-  return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-
-
-def _with_sums(item, work: Work, columns):
-  """Runs item on accumulators; while interpreting it has to carry the sums."""
-  if work.interpret:
-    return item(*(None for _ in columns))
-  sums = [plgpu.ACC((ROWS, n), jnp.float32) for n in columns]
-  return pl.run_scoped(item, *sums)
+  return summed(loop, (work.key,), work.interpret)[0]
 
 
 # --- dk and dv ---------------------------------------------------------------
@@ -394,9 +428,9 @@ def _key_item(r: _Refs, own, cut, step, work: Work):
   by_column = plgpu.Layout.WGMMA.reduce(0)
   down = lambda x: lax.broadcast_in_dim(x, shape, [1])  # noqa: E731
 
-  def item(dk_sums, dv_sums):
+  def loop(sums, totals):
     def pair(j, carry):
-      step, *totals = carry
+      step, totals = carry
       stage = _stage(step, work)
       q, dout = r.buffers[2].at[stage], r.buffers[3].at[stage]
       plgpu.barrier_wait(r.walk[0].at[stage])
@@ -427,25 +461,15 @@ def _key_item(r: _Refs, own, cut, step, work: Work):
 
       acc = plgpu.ACC(shape, jnp.float32)
       p, ds = pl.run_scoped(products, acc, acc)
-      if work.interpret:
-        totals = [
-          gpu_kernel.accumulate(totals[0], ds, q, True),
-          gpu_kernel.accumulate(totals[1], p, dout, True),
-        ]
-      else:
-        plgpu.wgmma(dv_sums, p, dout)
-        plgpu.wgmma(dk_sums, ds, q)
-        plgpu.wgmma_wait(0)
+      totals = add(sums, totals, 1, p, dout)
+      totals = add(sums, totals, 0, ds, q)
+      wait(sums)
       plgpu.barrier_arrive(r.walk[1].at[stage])
-      return step + 1, *totals
+      return step + 1, totals
 
     def head(_, carry):
       return lax.fori_loop(first, end, pair, carry)
 
-    totals = ()
-    if work.interpret:
-      totals = _zeros((ROWS, work.key)), _zeros((ROWS, work.width))
-    _, *totals = lax.fori_loop(0, work.share, head, (step, *totals))
-    return tuple(totals) if work.interpret else (dk_sums[...], dv_sums[...])
+    return lax.fori_loop(0, work.share, head, (step, totals))[1]
 
-  return _with_sums(item, work, (work.key, work.width))
+  return summed(loop, (work.key, work.width), work.interpret)

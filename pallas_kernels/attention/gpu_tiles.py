@@ -107,7 +107,8 @@ def fitting(
     key, width, block, shared: see `Work`.
     few: whether an item has at most 64 rows.
     length: tokens that a segment can have. Two consumers of long ones keep out
-      of each other's way without taking turns, and lose by waiting.
+      of each other's way without taking turns, and lose by waiting; not where
+      keys are wide and their blocks short.
   """
   if shared:
     return Tiles()
@@ -119,5 +120,5 @@ def fitting(
   slots = 2 if room >= stages * stage + 2 * query else 1
   if slots == 1 and stages > 2:
     stages, slots = stages - 1, 2
-  turns = consumers == 2 and (length < LONG or key > 128)
+  turns = consumers == 2 and (length < LONG or (key > 128 and block < 128))
   return Tiles(consumers, stages, slots, turns, overlap=consumers == 2)

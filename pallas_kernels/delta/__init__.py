@@ -12,6 +12,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from pallas_kernels import checks
 from pallas_kernels import dispatch
 from pallas_kernels.delta import reference
 
@@ -82,6 +83,7 @@ def scatter(
     raise ValueError(
       f'positions {positions.shape} and words {words.shape} must both be [J]'
     )
+  checks.integers(positions=positions)
   if words.dtype != flat.dtype:
     raise ValueError(
       f'words are {words.dtype}, and base {base.dtype} has words of {flat.dtype}'
@@ -112,8 +114,7 @@ def _check(base, new, capacity) -> None:
       f'base {base.dtype}{base.shape} and new {new.dtype}{new.shape} differ;'
       ' a delta is of the same array at two times'
     )
-  if capacity < 1:
-    raise ValueError(f'capacity={capacity} must be at least 1')
+  checks.whole(1, capacity=capacity)
   if base.size >= 2**31:
     raise ValueError(
       f'{base.size} elements are too many for int32 positions; cut the array'

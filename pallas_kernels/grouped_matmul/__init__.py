@@ -17,11 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import checks
 from pallas_kernels import dispatch
+from pallas_kernels.grouped_matmul import groups
 from pallas_kernels.grouped_matmul import packed
 from pallas_kernels.grouped_matmul import reference
 
 NAME = 'grouped_matmul'
+ONE = 'matmul'  # the tunings of one group
 MANY = 256  # rows a group from which reading w no longer bounds the time
 SCARCE = 2  # rows a group up to which tiles are mostly of nobody's rows
 
@@ -29,7 +32,7 @@ SCARCE = 2  # rows a group up to which tiles are mostly of nobody's rows
 def grouped_matmul(
   x: jax.Array,
   w: jax.Array | packed.Nvfp4 | packed.Fp8,
-  group_sizes: jax.Array,
+  group_sizes: jax.Array | groups.Planned,
   *,
   transpose: bool = False,
   gated: bool = False,
@@ -43,12 +46,14 @@ def grouped_matmul(
     w: [E, K, N]; with `transpose` [E, N, K]; with `gated` [E, K, 2, N], the
       gate first. Or packed weights, which are not transposed.
     group_sizes: int [E], rows of each group, summing to M (checked where the
-      values are known while tracing). Rows past the sum are undefined.
+      values are known while tracing). Rows past the sum are undefined. Or with
+      their tiles, as `route.send` has them.
     transpose: use w transposed.
     gated: silu(gate) * up in float32 before the one rounding. For gradients the
       two products are computed again.
     implementation: a name of `dispatch.NAMES`; None: the best there is.
-    tiles: `gpu.Tiles` for the forward kernel, instead of the tuned ones.
+    tiles: `gpu.Tiles` for the forward kernel, instead of the tuned ones; of one
+      group also `gpu_few.Few`.
 
   Returns:
     [M, N] in x's dtype. Differentiable in x and in w that is not packed.
@@ -63,9 +68,11 @@ def grouped_matmul(
         f'transpose={transpose}, tiles={tiles}: packed weights take neither'
       )
     return packed.multiply(
-      x, w, group_sizes, gated=gated, implementation=implementation
+      *(x, w, groups.sizes_of(group_sizes)),
+      gated=gated,
+      implementation=implementation,
     )
-  _check(x, w, group_sizes, transpose, gated)
+  _check(x, w, groups.sizes_of(group_sizes), transpose, gated)
   chosen = _choose(x, w, transpose, gated, implementation)
   return _grouped_matmul(x, w, group_sizes, transpose, gated, chosen, tiles)
 
@@ -92,7 +99,7 @@ def weight_gradient(
   Returns:
     [E, K, N].
   """
-  _check(x, dy, group_sizes)
+  _check_gradient(x, dy, group_sizes)
   chosen = _choose(x, dy, False, False, implementation)
   out_dtype = jnp.dtype(out_dtype or x.dtype)
   if chosen == 'reference':
@@ -119,26 +126,20 @@ def product(
 ) -> jax.Array:
   """float32 [M, N] = x [M, K] @ w [K, N]: one group, by the kernel `chosen`."""
   rows = jnp.full((1,), x.shape[0], jnp.int32)
-  interpret = chosen.endswith('interpret')
+  _check(x, w[None], rows, transpose)
+  more = dict(
+    transpose=transpose,
+    out_dtype=jnp.float32,
+    interpret=chosen.endswith('interpret'),
+  )
   if chosen.startswith('tpu'):
     from pallas_kernels.grouped_matmul import tpu
 
-    run = tpu.grouped_matmul
-    extra = {}
-  else:
-    from pallas_kernels.grouped_matmul import gpu
+    return tpu.grouped_matmul(x, w[None], rows, **more)
+  from pallas_kernels.grouped_matmul import gpu
 
-    run = gpu.grouped_matmul
-    extra = {'tiles': gpu.Tiles(stages=3, slots=2)}
-  return run(
-    x,
-    w[None],
-    rows,
-    transpose=transpose,
-    out_dtype=jnp.float32,
-    interpret=interpret,
-    **extra,
-  )
+  tiles = _tuned_few(x, w[None], transpose) or gpu.Tiles(stages=3, slots=2)
+  return _run_gpu(x, w[None], rows, tiles, **more)
 
 
 # --- Checks and choice -------------------------------------------------------
@@ -146,8 +147,7 @@ def product(
 
 def _check(x, w, group_sizes, transpose=False, gated=False) -> None:
   """ValueError for arguments that do not fit each other."""
-  gradient = w.ndim == 2
-  if x.ndim != 2 or w.ndim not in (2, 4 if gated else 3):
+  if x.ndim != 2 or w.ndim != (4 if gated else 3):
     raise ValueError(
       f'x {x.shape} must be [M, K] and w {w.shape}'
       f' {"[E, K, 2, N]" if gated else "[E, K, N]"}'
@@ -157,33 +157,34 @@ def _check(x, w, group_sizes, transpose=False, gated=False) -> None:
       f'gated takes w [E, K, 2, N] not transposed, and not {w.shape} with'
       f' transpose={transpose}'
     )
-  if not gradient and w.shape[2 if transpose else 1] != x.shape[1]:
+  if w.shape[2 if transpose else 1] != x.shape[1]:
     raise ValueError(
       f'x {x.shape} and w {w.shape} differ in K; with transpose={transpose} w'
       f' must be {"[E, N, K]" if transpose else "[E, K, N]"}'
     )
-  if gradient and w.shape[0] != x.shape[0]:
-    raise ValueError(f'x {x.shape} and dy {w.shape} differ in rows')
+  checks.floats(x=x)
   if x.dtype != w.dtype:
     raise ValueError(
       f'x is {x.dtype} and w {w.dtype}; cast one, so that the rounding is seen'
     )
-  groups = group_sizes.shape if gradient else (w.shape[0],)
-  if group_sizes.shape != groups or group_sizes.ndim != 1:
+  groups.check_sizes(group_sizes, w.shape[0], x.shape[0])
+
+
+def _check_gradient(x, dy, group_sizes) -> None:
+  """The same of rows and the gradients of their products."""
+  if x.ndim != 2 or dy.ndim != 2 or x.shape[0] != dy.shape[0]:
     raise ValueError(
-      f'group_sizes {group_sizes.shape} must have one size for each of the'
-      f' {w.shape[0]} matrices'
+      f'x {x.shape} must be [M, K] and dy {dy.shape} [M, N]; they differ in rows'
+      ' or axes'
     )
-  if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-    raise ValueError(f'group_sizes are {group_sizes.dtype}; give integers')
-  known = dispatch.concrete(group_sizes)
-  if known is not None:
-    sizes = np.asarray(known)
-    if (sizes < 0).any() or sizes.sum() != x.shape[0]:
-      raise ValueError(
-        f'group sizes sum to {sizes.sum()} (least {sizes.min()}), and x has'
-        f' {x.shape[0]} rows; every row must belong to one group'
-      )
+  checks.floats(x=x)
+  if x.dtype != dy.dtype:
+    raise ValueError(
+      f'x is {x.dtype} and dy {dy.dtype}; cast one, so that the rounding is seen'
+    )
+  if group_sizes.ndim != 1:
+    raise ValueError(f'group_sizes {group_sizes.shape} must be [E]')
+  groups.check_sizes(group_sizes, group_sizes.shape[0], x.shape[0])
 
 
 def _choose(x, w, transpose, gated, implementation) -> str:
@@ -227,29 +228,42 @@ def _tuned(
   return tiles
 
 
+def _tuned_few(x, w, transpose: bool = False, gated: bool = False):
+  """Tiles of the kernel of few rows, where the tunings want it here, or None.
+
+  The first of these keys that is there: gated or not, K and N; K and N; gated;
+  any.
+  """
+  from pallas_kernels.grouped_matmul import gpu_few
+
+  if gpu_few.unsupported(x, w, x.dtype, transpose):
+    return None
+  table = dispatch.tuning(ONE)
+  size = f' {x.shape[1]} {w.shape[-1]}'
+  for key in (f'few gated{size}', f'few{size}', 'few gated', 'few'):
+    if key in table and (gated or 'gated' not in key):
+      tiles = gpu_few.Few(**table[key])
+      return tiles if x.shape[0] <= tiles.most else None
+  return None
+
+
 # --- Values and gradients ----------------------------------------------------
 
 
 def _run(x, w, group_sizes, transpose, gated, chosen, tiles):
+  if not chosen.startswith('gpu'):  # the others' tiles are not these
+    group_sizes = groups.sizes_of(group_sizes)
   if chosen == 'reference':
     return reference.grouped_matmul(
       x, w, group_sizes, transpose=transpose, gated=gated
     )
   interpret = chosen.endswith('interpret')
   if chosen.startswith('gpu'):
-    from pallas_kernels.grouped_matmul import gpu
-
     n = w.shape[1] if transpose else w.shape[-1]
+    tiles = tiles or _tuned_few(x, w, transpose, gated)
     tiles = tiles or _tuned('rows', *x.shape, n, w.shape[0], gated)
-    return gpu.grouped_matmul(
-      x,
-      w,
-      group_sizes,
-      tiles=tiles,
-      transpose=transpose,
-      gated=gated,
-      interpret=interpret,
-    )
+    more = dict(transpose=transpose, gated=gated, interpret=interpret)
+    return _run_gpu(x, w, group_sizes, tiles, **more)
   from pallas_kernels.grouped_matmul import tpu
 
   run = functools.partial(
@@ -259,6 +273,16 @@ def _run(x, w, group_sizes, transpose, gated, chosen, tiles):
     return run(x, w, group_sizes)
   both = run(x, _flat(w), group_sizes, out_dtype=jnp.float32)
   return _gate(both).astype(x.dtype)
+
+
+def _run_gpu(x, w, group_sizes, tiles, **more):
+  """By the kernel that the tiles are of."""
+  from pallas_kernels.grouped_matmul import gpu
+  from pallas_kernels.grouped_matmul import gpu_few
+
+  if isinstance(tiles, gpu_few.Few):
+    return gpu_few.matmul(x, w, tiles=tiles, **more)
+  return gpu.grouped_matmul(x, w, group_sizes, tiles=tiles, **more)
 
 
 def _flat(w: jax.Array) -> jax.Array:
@@ -290,9 +314,12 @@ def _backward(transpose, gated, chosen, tiles, saved, dy):
     (dy,) = jax.vjp(lambda both: _gate(both).astype(dy.dtype), both)[1](dy)
   dx = _run(dy, flat, group_sizes, not transpose, False, chosen, None)
   left, right = (dy, x) if transpose else (x, dy)
-  dw = weight_gradient(left, right, group_sizes, implementation=chosen)
-  zero = np.zeros(group_sizes.shape, jax.dtypes.float0)
-  return dx, dw.reshape(w.shape), zero
+  sizes = groups.sizes_of(group_sizes)
+  dw = weight_gradient(left, right, sizes, implementation=chosen)
+  zeros = jax.tree.map(
+    lambda a: np.zeros(a.shape, jax.dtypes.float0), group_sizes
+  )
+  return dx, dw.reshape(w.shape), zeros
 
 
 _grouped_matmul.defvjp(_forward, _backward)

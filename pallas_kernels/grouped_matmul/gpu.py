@@ -196,7 +196,7 @@ def _scratch(work: Work, dtype, out_dtype):
 
 def _body(table, count, x, w, y, waiting, *stages, work: Work):
   def finish(total, own, column):
-    _store(total.astype(y.dtype), y, waiting, own, column, work.tiles)
+    store(total.astype(y.dtype), y, waiting, own, column, work.tiles)
 
   multiply_tiles(table, count, x, w, stages, finish, work)
 
@@ -388,7 +388,7 @@ def _consume(stages, finish, tile, trips, work: Work):
   lax.fori_loop(0, trips, one_tile, jnp.int32(0))
 
 
-def _store(total, y, waiting, own, column, t: Tiles):
+def store(total, y, waiting, own, column, t: Tiles):
   """Writes a consumer's rows [rows, n] of its group, through shared memory."""
   whole, ragged = waiting
   first, low, high = own

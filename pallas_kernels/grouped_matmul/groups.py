@@ -2,8 +2,44 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels import checks
+
+ALIGN = 8  # of tiles that are planned ahead
+
+
+class Planned(NamedTuple):
+  """Group sizes, and `row_tiles` of them that are at hand, aligned to `ALIGN`."""
+
+  sizes: jax.Array  # int [E]
+  tables: dict[int, tuple[jax.Array, jax.Array]]  # by the rows of a tile
+
+
+def sizes_of(group_sizes: jax.Array | Planned) -> jax.Array:
+  if isinstance(group_sizes, Planned):
+    return group_sizes.sizes
+  return group_sizes
+
+
+def check_sizes(group_sizes: jax.Array, groups: int, rows: int) -> None:
+  """ValueError for sizes that are not [groups], or known not to sum to rows."""
+  if group_sizes.shape != (groups,):
+    raise ValueError(
+      f'group_sizes {group_sizes.shape} must have one size for each of the'
+      f' {groups} matrices'
+    )
+  checks.integers(group_sizes=group_sizes)
+  sizes = checks.known(group_sizes)
+  if sizes is not None and ((sizes < 0).any() or sizes.sum() != rows):
+    least = sizes.min() if sizes.size else 'none'
+    raise ValueError(
+      f'group sizes sum to {sizes.sum()} (least {least}), and x has {rows} rows;'
+      ' every row must belong to one group'
+    )
 
 
 def bounds(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -29,7 +65,7 @@ def most_tiles(rows: int, groups: int, tile: int, align: int = 1) -> int:
 
 
 def row_tiles(
-  group_sizes: jax.Array,
+  group_sizes: jax.Array | Planned,
   rows: int,
   tile: int,
   align: int = 1,
@@ -46,10 +82,14 @@ def row_tiles(
 
   Returns:
     int32 [T, 4]: group, first row of the tile, first row and end of its group.
-    Tiles from the count on repeat the last group.
+    Tiles from the count on mean nothing.
     int32 [E], whose last is the count of tiles: `count_of` it in a kernel. To cut
     it out would be another launch on a GPU.
   """
+  if isinstance(group_sizes, Planned):
+    if align == ALIGN and not empty and tile in group_sizes.tables:
+      return group_sizes.tables[tile]
+    group_sizes = group_sizes.sizes
   starts, ends = bounds(group_sizes)
   groups = starts.shape[0]
   base = starts // align * align

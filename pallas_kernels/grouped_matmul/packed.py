@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import checks
 from pallas_kernels import dispatch
+from pallas_kernels.grouped_matmul import groups
 from pallas_kernels.grouped_matmul import reference
 
 NAME = 'grouped_matmul of packed weights'
@@ -100,13 +102,14 @@ def check(x, w, group_sizes, gated: bool = False) -> None:
   nvfp4 = isinstance(w, Nvfp4)
   if gated and not nvfp4:
     raise ValueError('gated takes Nvfp4 weights; multiply twice with Fp8')
-  want = (jnp.uint8, jnp.float8_e4m3fn) if nvfp4 else (jnp.float8_e4m3fn,) * 2
-  if codes.dtype != want[0] or (nvfp4 and scale.dtype != want[1]):
+  eight = jnp.float8_e4m3fn
+  want = (jnp.uint8, eight) if nvfp4 else (eight, jnp.float32)
+  if (codes.dtype, scale.dtype) != tuple(jnp.dtype(x) for x in want):
     raise ValueError(
       f'codes are {codes.dtype} and scale {scale.dtype}; {type(w).__name__} has'
-      f' {jnp.dtype(want[0]).name} and'
-      f' {"float8_e4m3fn" if nvfp4 else "float32"}'
+      f' {jnp.dtype(want[0])} and {jnp.dtype(want[1])}: pack the weights again'
     )
+  checks.floats(x=x)
   if x.ndim != 2 or codes.ndim != axes or (gated and codes.shape[2] != 2):
     raise ValueError(
       f'x {x.shape} must be [M, K] and codes {codes.shape} have {axes} axes'
@@ -119,29 +122,15 @@ def check(x, w, group_sizes, gated: bool = False) -> None:
         f' {2 * codes.shape[1]} of K={k}, which must be a multiple of {BLOCK}'
       )
     expected = (codes.shape[0], k // BLOCK, *codes.shape[2:])
-    if w.outer.shape != codes.shape[:1]:
-      raise ValueError(
-        f'outer {w.outer.shape} must be [E] = ({codes.shape[0]},)'
-      )
+    checks.shape('[E]', codes.shape[:1], outer=w.outer)
+    checks.dtype(jnp.float32, outer=w.outer)
   else:
     if codes.shape[1] != k:
       raise ValueError(f'x {x.shape} and codes {codes.shape} differ in K')
     expected = (codes.shape[0], *(-(-s // SQUARE) for s in codes.shape[1:]))
   if scale.shape != expected:
     raise ValueError(f'scale {scale.shape} must be {expected}')
-  if group_sizes.shape != codes.shape[:1]:
-    raise ValueError(
-      f'group_sizes {group_sizes.shape} must have one size for each of the'
-      f' {codes.shape[0]} matrices'
-    )
-  known = dispatch.concrete(group_sizes)
-  if known is not None:
-    known = np.asarray(known)
-    if known.size and (known.min() < 0 or known.sum() != x.shape[0]):
-      raise ValueError(
-        f'group_sizes sum to {known.sum()} (least {known.min()}); they must be'
-        f' at least 0 and sum to the {x.shape[0]} rows of x'
-      )
+  groups.check_sizes(group_sizes, codes.shape[0], x.shape[0])
 
 
 def _flat(w: Nvfp4) -> Nvfp4:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import checks
 from pallas_kernels import dispatch
 from pallas_kernels import grouped_matmul
 from pallas_kernels.matmul import reference
@@ -36,7 +37,8 @@ def matmul(
     w: [K, N]; with `transpose` [N, K]. Of the same dtype.
     transpose: use w transposed.
     implementation: a name of `dispatch.NAMES`; None: the best there is.
-    tiles: `grouped_matmul.gpu.Tiles` instead of the tuned ones.
+    tiles: `grouped_matmul.gpu.Tiles` or `grouped_matmul.gpu_few.Few` instead of
+      the tuned ones.
 
   Returns:
     [M, N] in x's dtype. Differentiable in both.
@@ -51,6 +53,7 @@ def matmul(
       f'x {x.shape} and w {w.shape} differ in K; with transpose={transpose} w'
       f' must be {"[N, K]" if transpose else "[K, N]"}'
     )
+  checks.floats(x=x)
   if x.dtype != w.dtype:
     raise ValueError(f'x is {x.dtype} and w {w.dtype}; cast one')
   chosen = choose(x, w, transpose, implementation)

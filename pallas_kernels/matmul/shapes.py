@@ -25,4 +25,9 @@ TRAINING = (
   Shape('qwen3-qkv', 16384, 2048, 5120),
   Shape('smollm2-qkv', 16384, 576, 960),
 )
-DECODING = (Shape('kimi-out-64', 64, 8192, 7168),)
+DECODING = (
+  Shape('kimi-out-64', 64, 8192, 7168),
+  # Of a small model: latency is all of it.
+  Shape('smollm2-qkv-64', 64, 576, 960),
+  Shape('smollm2-down-16', 16, 1536, 576),
+)

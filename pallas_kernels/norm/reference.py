@@ -15,6 +15,19 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
   return (y * scale.astype(jnp.float32)[None, :]).astype(x.dtype)
 
 
+def add(x: jax.Array, y: jax.Array) -> jax.Array:
+  """x + y in float32, rounded to their type, whatever reads it.
+
+  Compilers take a rounding to 16 bits and back for nothing; `reduce_precision`
+  they keep.
+  """
+  total = x.astype(jnp.float32) + y.astype(jnp.float32)
+  kind = jnp.finfo(x.dtype)
+  if kind.bits < 32:
+    total = lax.reduce_precision(total, kind.nexp, kind.nmant)
+  return total.astype(x.dtype)
+
+
 def gradients(
   x: jax.Array, scale: jax.Array, epsilon: float, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

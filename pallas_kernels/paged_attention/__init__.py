@@ -11,7 +11,8 @@ bits are those that training computes for it, and depend neither on the pages
 used, nor on how a prefill is cut, nor on the other sequences.
 
 `decode` is a step of decoding: it writes the newest key and value of each sequence
-first, into the pages that it gives back.
+first, into the pages that it gives back. `decode_turning` takes queries and keys that
+are not turned by their positions yet.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import attention
+from pallas_kernels import checks
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import reference
 
@@ -66,11 +68,11 @@ def paged_attention(
     ValueError: shapes, dtypes or positions that do not fit each other, or an
       implementation that cannot run.
   """
+  _check(q, k_pages, v_pages, table, positions, scale, width)
   if positions.ndim == 1:
     more = jnp.arange(q.shape[1], dtype=positions.dtype)[None, :]
     first = positions[:, None]
     positions = jnp.where(first < 0, -1, first + more)
-  _check(q, k_pages, v_pages, table, positions, scale, width)
   attention.check_split(split or 0, k_pages.shape[1])
   width = width if v_pages is None else v_pages.shape[-1]
   chosen = _choose(q, k_pages, v_pages, width, implementation)
@@ -123,6 +125,7 @@ def decode(
   Raises:
     ValueError: as `paged_attention`.
   """
+  _check_newest(q, k, v, k_pages, v_pages, table, positions, scale, width)
   width = width if v_pages is None else v_pages.shape[-1]
   if fused is None:
     fused = dispatch.tuning(NAME).get('decode', {}).get('fused', False)
@@ -131,9 +134,6 @@ def decode(
     if chosen.startswith('gpu'):
       from pallas_kernels.paged_attention import gpu_decode
 
-      _check(
-        *(q[:, None], k_pages, v_pages, table, positions[:, None]), scale, width
-      )
       if gpu_decode.takes(q, k_pages, v_pages, table, split):
         return gpu_decode.forward(
           *(q, k, v, k_pages, v_pages, table, positions),
@@ -159,6 +159,93 @@ def decode(
   return out[:, 0], k_pages, v_pages
 
 
+def turns_itself(
+  heads: int,
+  k_pages: jax.Array,
+  v_pages: jax.Array | None,
+  table: jax.Array,
+  *,
+  split: int | None = 0,
+  implementation: str | None = None,
+) -> bool:
+  """Whether `decode_turning` can, and is faster by the tunings of the device.
+
+  `heads` are those of queries; the others see `decode`.
+  """
+  tuned = dispatch.tuning(NAME).get('decode', {})
+  if v_pages is None or not tuned.get('turning', False):
+    return False
+  q = jax.ShapeDtypeStruct(
+    (len(table), heads, k_pages.shape[-1]), k_pages.dtype
+  )
+  whole = jax.ShapeDtypeStruct((len(table), 1, *q.shape[1:]), q.dtype)
+  chosen = _choose(whole, k_pages, v_pages, v_pages.shape[-1], implementation)
+  if not chosen.startswith('gpu'):
+    return False
+  from pallas_kernels.paged_attention import gpu_decode
+
+  return gpu_decode.takes(q, k_pages, v_pages, table, split)
+
+
+def decode_turning(
+  qkv: jax.Array,
+  turns: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  table: jax.Array,
+  positions: jax.Array,
+  *,
+  scale: float,
+  implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """`decode` of queries and keys that are still to be turned; see `turns_itself`.
+
+  The halves (a, b) of a query or key become (a cos - b sin, b cos + a sin), in
+  float32, and are rounded once.
+
+  Args:
+    qkv: [N, H + 2 G, K]: queries, keys and values as one product gives them.
+    turns: float32 [N, K]: cos and then sin of the K / 2 pairs. Where they have
+      16 significant bits the sums are of exact products of bfloat16, and the
+      bits are those of any other way to turn.
+    (others): see `decode`.
+
+  Raises:
+    ValueError: as `decode`, or turns of another shape.
+  """
+  if qkv.ndim != 3 or k_pages.ndim != 4 or v_pages is None:
+    raise ValueError(
+      f'qkv {qkv.shape} must be [N, H + 2 G, K], k_pages {k_pages.shape} and'
+      ' v_pages [P, S, G, K] (and not None: there values are part of the keys)'
+    )
+  n, g = len(qkv), k_pages.shape[2]
+  if turns.shape != (n, qkv.shape[-1]):
+    raise ValueError(f'turns {turns.shape} must be [N, K] of qkv {qkv.shape}')
+  if qkv.shape[1] <= 2 * g:
+    raise ValueError(
+      f'qkv {qkv.shape} must be [N, H + 2 G, K]; {g} heads of keys and as many of'
+      ' values leave no queries'
+    )
+  checks.dtype(jnp.float32, turns=turns)
+  q = qkv[:, None, : -2 * g]
+  checks.shape('[N]', (n,), positions=positions)
+  _check(q, k_pages, v_pages, table, positions, scale, 0)
+  _check_written(table, positions, k_pages.shape[1])
+  chosen = _choose(q, k_pages, v_pages, v_pages.shape[-1], implementation)
+  if not chosen.startswith('gpu'):
+    raise ValueError(
+      f'implementation={implementation!r}: only the GPU kernel turns; turn'
+      ' queries and keys before, and call decode'
+    )
+  from pallas_kernels.paged_attention import gpu_decode
+
+  return gpu_decode.forward_turning(
+    *(qkv, turns, k_pages, v_pages, table, positions),
+    scale=float(scale),
+    interpret=chosen.endswith('interpret'),
+  )
+
+
 def _check(q, k_pages, v_pages, table, positions, scale, width) -> None:
   if q.ndim != 4 or k_pages.ndim != 4:
     raise ValueError(
@@ -170,21 +257,77 @@ def _check(q, k_pages, v_pages, table, positions, scale, width) -> None:
     raise ValueError(
       f'table {table.shape} must be [N, M] with N = {q.shape[0]}'
     )
-  if positions.shape != q.shape[:2]:
+  if positions.shape not in (q.shape[:2], q.shape[:1]):
     raise ValueError(
       f'positions {positions.shape} must be [N, Q] = {q.shape[:2]}, or [N]'
     )
-  for name, array in (('table', table), ('positions', positions)):
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-      raise ValueError(f'{name} is {array.dtype}; give integers')
-  known, block = dispatch.concrete(positions), k_pages.shape[1]
-  if known is not None and known.size:
-    most, room = int(np.max(np.asarray(known))), table.shape[1] * block
-    if most >= room:
-      raise ValueError(
-        f'position {most} lies past the {table.shape[1]} pages of {block} tokens'
-        ' of a sequence; give a wider table'
-      )
+  checks.integers(table=table, positions=positions)
+  known = checks.known(positions)
+  if known is not None and known.size and q.size:
+    if known.ndim == 1:  # of the first query, which others follow
+      known = np.where(known < 0, -1, known + (q.shape[1] - 1))[:, None]
+    _check_pages(checks.known(table), known.max(axis=1), table, k_pages)
+
+
+def _check_pages(known, last, table, k_pages) -> None:
+  """ValueError for last positions [N] past the table, or pages that are none.
+
+  Of the table only what is read has to be a page: entries up to the last one.
+  """
+  count, block = k_pages.shape[:2]
+  if last.max() >= table.shape[1] * block:
+    raise ValueError(
+      f'position {last.max()} lies past the {table.shape[1]} pages of {block}'
+      ' tokens of a sequence; give a wider table'
+    )
+  if known is None:
+    return
+  first = np.arange(table.shape[1])[None, :] * block
+  wrong = (first <= last[:, None]) & ((known < 0) | (known >= count))
+  if wrong.any():
+    n, j = np.argwhere(wrong)[0].tolist()
+    raise ValueError(
+      f'table[{n}, {j}] is page {known[n, j]}, and there are {count}; each up to'
+      f' position {last[n]} of sequence {n} must be 0 to {count - 1}'
+    )
+
+
+def _check_newest(
+  q, k, v, k_pages, v_pages, table, positions, scale, width
+) -> None:
+  """ValueError for queries, keys and values of `decode` that do not fit."""
+  if q.ndim != 3:
+    raise ValueError(f'q {q.shape} must be [N, H, K]')
+  checks.shape('[N]', q.shape[:1], positions=positions)
+  _check(q[:, None], k_pages, v_pages, table, positions, scale, width)
+  if (v is None) != (v_pages is None):
+    raise ValueError(
+      f'v is {v if v is None else v.shape} and v_pages'
+      f' {v_pages if v_pages is None else v_pages.shape}; give both, or neither'
+      ' where values are part of the keys'
+    )
+  for name, one, pages in (('k', k, k_pages), ('v', v, v_pages)):
+    if one is not None:
+      size = (q.shape[0], *pages.shape[2:])
+      checks.shape(f'[N, G, numbers] of {name}_pages', size, **{name: one})
+      checks.dtype(pages.dtype, **{name: one})
+  _check_written(table, positions, k_pages.shape[1])
+
+
+def _check_written(table, positions, block: int) -> None:
+  """ValueError for a page that two sequences would write to."""
+  table, positions = checks.known(table), checks.known(positions)
+  if table is None or positions is None:
+    return
+  own = np.flatnonzero(positions >= 0)
+  pages, counts = np.unique(
+    table[own, positions[own] // block], return_counts=True
+  )
+  if (counts > 1).any():
+    raise ValueError(
+      f'page {pages[np.argmax(counts)]} is written to by {counts.max()}'
+      ' sequences; give each a page of its own for its newest token'
+    )
 
 
 def _choose(q, k_pages, v_pages, width, implementation) -> str:

@@ -7,6 +7,10 @@ into the copy of it that is attended with. So a step of decoding is one launch
 where writing, padding, attending and cutting were five, each of which takes a GPU
 longer to start than a short context to read.
 
+`forward_turning` is the same of queries and keys that are not turned yet (rotary
+positions): it reads them where their product has left them and turns them itself.
+Nothing is then launched between that product and attention.
+
 Blocks are merged by the code of `attention`, in its order, so the bits are those
 of a write that `paged_attention` follows.
 """
@@ -69,7 +73,7 @@ def forward(
   The pages are changed in place where XLA finds nobody else who needs them.
   """
   n, h, key = q.shape
-  block, g = k_pages.shape[1:3]
+  g = k_pages.shape[2]
   share = h // g
   high = -(-(share + 2) // LINES) * LINES
   newest = [x.reshape(n, g, -1, key) for x in (q, k, v)]
@@ -77,29 +81,68 @@ def forward(
   rows = jnp.concatenate([*newest, fill], axis=2).reshape(-1, key)
   # What follows the queries of a sequence is read with them, and not used.
   rows = jnp.pad(rows, ((0, ROWS - high), (0, 0)))
+  arrays = positions, table, rows, k_pages, v_pages
+  out, *pages = _launch(arrays, None, n * g, share, high, scale, interpret)
+  return out.reshape(n, h, key), *pages
+
+
+def forward_turning(
+  qkv: jax.Array,
+  turns: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  table: jax.Array,
+  positions: jax.Array,
+  *,
+  scale: float,
+  interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """`forward` of queries and keys that are turned here.
+
+  Args:
+    qkv: [N, H + 2 G, K], queries, keys and values as their product leaves them.
+    turns: float32 [N, K], cos and then sin of the K / 2 pairs.
+    (others): see `forward`.
+  """
+  n, heads, key = qkv.shape
+  g = k_pages.shape[2]
+  h = heads - 2 * g
+  arrays = positions, table, qkv.reshape(-1, key), k_pages, v_pages
+  out, *pages = _launch(arrays, turns, n * g, h // g, 0, scale, interpret)
+  return out.reshape(n, h, key), *pages
+
+
+def _launch(arrays, turns, items, share, high, scale, interpret):
+  """(out [N H, W], k_pages, v_pages).
+
+  `high` rows of memory are of one sequence and head; 0: they are as in
+  `forward_turning`, and there are turns.
+  """
+  positions, table, rows, *pages = arrays
+  block, g, key = pages[0].shape[1:]
   work = gpu.plan(
     *(key, key, block, scale, False, True),
     gpu.Tiles(1, _stages(block, key), 1, turns=False),
     interpret,
     log=False,
   )
-  pages = jax.new_ref(k_pages), jax.new_ref(v_pages)
+  pages = [jax.new_ref(x) for x in pages]
+  sizes = dict(heads=g, share=share, high=high)
   out = mosaic.launch(
-    mosaic.partial(_body, work=work, heads=g, share=share, high=high),
-    out=jax.ShapeDtypeStruct((n * h, key), q.dtype),
-    scratch=_scratch(work, q.dtype),
-    grid=n * g,
+    mosaic.partial(_body, work=work, **sizes),
+    out=jax.ShapeDtypeStruct((items * share, key), rows.dtype),
+    scratch=_scratch(work, rows.dtype, turns is not None),
+    grid=items,
     warpgroups=1,
     interpret=interpret,
     approximate=True,
   )(
     positions.astype(jnp.int32),
     table.astype(jnp.int32),
-    rows,
+    *([rows] if turns is None else [rows, turns]),
     *pages,
   )
-  keys, values = (jax.freeze(ref) for ref in pages)
-  return out.reshape(n, h, key), keys, values
+  return out, *(jax.freeze(ref) for ref in pages)
 
 
 def _stages(block: int, key: int) -> int:
@@ -108,21 +151,25 @@ def _stages(block: int, key: int) -> int:
   return min(max((SHARED - rest) // (4 * block * key), 2), MOST_STAGES)
 
 
-def _scratch(work: gpu.Work, dtype) -> list[Any]:
+def _scratch(work: gpu.Work, dtype, turns: bool) -> list[Any]:
   tile, newest = (ROWS, work.key), (1, work.key)
   stages = work.tiles.stages, work.block, work.key
+  fresh = tile if turns else newest
   used = mosaic.shared_bytes(
-    *((shape, dtype) for shape in 2 * (tile, newest, stages))
+    *((shape, dtype) for shape in (*2 * (tile, stages), fresh, newest)),
+    (newest, jnp.float32),
   )
   mosaic.check_shared(work.tiles, used)
+  extra = [mosaic.linear(newest, jnp.float32)] if turns else []
   return [
     mosaic.tiled(tile, dtype),
     mosaic.tiled(stages, dtype),
     mosaic.tiled(stages, dtype),
     mosaic.linear(tile, dtype),
+    mosaic.linear(fresh, dtype),
     mosaic.linear(newest, dtype),
-    mosaic.linear(newest, dtype),
-    plgpu.Barrier(num_arrivals=3),
+    *extra,
+    plgpu.Barrier(num_arrivals=3 + turns),
     plgpu.Barrier(num_arrivals=1, num_barriers=stages[0]),
     plgpu.Barrier(num_arrivals=1, num_barriers=stages[0]),
     plgpu.Barrier(num_arrivals=1),
@@ -135,7 +182,8 @@ class _Refs:
 
   positions: Any
   table: Any
-  rows: Any  # per sequence and head its queries, newest key, value, and fill
+  rows: Any  # queries, newest keys and values
+  turns: Any  # of the newest tokens, or None
   k_pages: Any
   v_pages: Any
   out: Any
@@ -143,8 +191,9 @@ class _Refs:
   keys: Any
   values: Any
   waiting: Any  # the output
-  key: Any  # of the newest token
+  key: Any  # of the newest token; with turns it follows its queries
   value: Any
+  turn: Any  # of the newest token, or None
   first: Any  # barriers: of queries, the newest key and value
   key_full: Any
   value_full: Any
@@ -152,7 +201,7 @@ class _Refs:
 
 
 def _body(*refs, work: gpu.Work, heads: int, share: int, high: int):
-  r = _Refs(*refs)
+  r = _named(refs, turns=not high)
   item = lax.axis_index('sm')
   sequence, head = (f(item, jnp.int32(heads)) for f in (lax.div, lax.rem))
   position = r.positions[sequence]
@@ -160,21 +209,20 @@ def _body(*refs, work: gpu.Work, heads: int, share: int, high: int):
 
   @pl.when(position >= 0)
   def _():
-    low = pl.multiple_of(item * high, LINES)
-    for source, count, buffer in (
-      (low, ROWS, r.queries),
-      (low + share, 1, r.key),
-      (low + share + 1, 1, r.value),
-    ):
-      source = r.rows.at[pl.ds(source, count)]
-      plgpu.copy_gmem_to_smem(source, buffer, r.first)
+    if high:
+      _fetch(r, item, share, high)
+    else:
+      _fetch_unturned(r, sequence, head, heads, share)
     blocks = lax.div(position, jnp.int32(work.block)) + 1
     load = mosaic.partial(_load_block, r, sequence, head)
     for j in range(work.tiles.stages):
       pl.when(j < blocks)(mosaic.partial(load, jnp.int32(j), j))
     plgpu.barrier_wait(r.first)
-    _write_newest(r, sequence, head, position, work)
-    out, _, total = _attend(r, load, blocks, position, work)
+    if not high:
+      _turn(r, work)
+    new = r if high else dataclasses.replace(r, key=r.key.at[pl.ds(share, 1)])
+    _write_newest(new, sequence, head, position, work)
+    out, _, total = _attend(new, load, blocks, position, work)
     inverse = gpu_kernel.across(1.0 / total, out.shape)
     _store(r, (out * inverse).astype(r.out.dtype), rows, share)
 
@@ -184,6 +232,64 @@ def _body(*refs, work: gpu.Work, heads: int, share: int, high: int):
     _store(r, plgpu.layout_cast(nothing, plgpu.Layout.WGMMA), rows, share)
 
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _named(refs, turns: bool) -> _Refs:
+  if turns:
+    return _Refs(*refs)
+  inputs, buffers = 3, 12  # that stand before the two that are left out
+  some = *refs[:inputs], None, *refs[inputs:buffers], None, *refs[buffers:]
+  return _Refs(*some)
+
+
+def _fetch(r: _Refs, item, share: int, high: int):
+  """Queries, key and value that lie beside each other, with some fill."""
+  low = pl.multiple_of(item * high, LINES)
+  for first, count, buffer in (
+    (low, ROWS, r.queries),
+    (low + share, 1, r.key),
+    (low + share + 1, 1, r.value),
+  ):
+    source = r.rows.at[pl.ds(first, count)]
+    plgpu.copy_gmem_to_smem(source, buffer, r.first)
+
+
+def _fetch_unturned(r: _Refs, sequence, head, heads: int, share: int):
+  """The same of the rows of a product: all queries, all keys, all values."""
+  low = sequence * ((share + 2) * heads)
+  for first, count, buffer in (
+    (low + head * share, share, r.key.at[pl.ds(0, share)]),
+    (low + heads * share + head, 1, r.key.at[pl.ds(share, 1)]),
+    (low + heads * (share + 1) + head, 1, r.value),
+  ):
+    source = r.rows.at[pl.ds(first, count)]
+    plgpu.copy_gmem_to_smem(source, buffer, r.first)
+  plgpu.copy_gmem_to_smem(r.turns.at[pl.ds(sequence, 1)], r.turn, r.first)
+
+
+def _turn(r: _Refs, work: gpu.Work):
+  """Turns queries and key where they are; then the queries to be multiplied.
+
+  Below the key is what was in memory before: rows that nothing comes of.
+  """
+  half = work.key // 2
+  parts = pl.ds(0, half), pl.ds(half, half)
+  layout = plgpu.Layout.WGMMA
+  first, second = (
+    mosaic.load(r.key.at[:, part], layout).astype(jnp.float32) for part in parts
+  )
+  cos, sin = (
+    lax.broadcast_in_dim(
+      mosaic.load(r.turn.at[0, part], layout.reduce(0)), first.shape, [1]
+    )
+    for part in parts
+  )
+  kind = r.out.dtype
+  r.key.at[:, parts[0]][...] = (first * cos - second * sin).astype(kind)
+  r.key.at[:, parts[1]][...] = (second * cos + first * sin).astype(kind)
+  plgpu.commit_smem()
+  r.queries[...] = mosaic.load(r.key, layout)
+  plgpu.commit_smem()
 
 
 def _write_newest(r: _Refs, sequence, head, position, work: gpu.Work):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import checks
 from pallas_kernels import dispatch
 from pallas_kernels.quantize import reference
 
@@ -95,8 +96,20 @@ def fp8(
 def widen_nvfp4(
   codes: jax.Array, scale: jax.Array, outer: jax.Array
 ) -> jax.Array:
-  """float32 [R, K]: number * (scale * outer)."""
-  rows = codes.shape[0]
+  """float32 [R, K]: number * (scale * outer), of what `nvfp4` gives.
+
+  Raises:
+    ValueError: shapes or dtypes that are not those.
+  """
+  _check_axes(codes=codes)
+  checks.dtype(jnp.uint8, codes=codes)
+  checks.dtype(jnp.float8_e4m3fn, scale=scale)
+  checks.dtype(jnp.float32, outer=outer)
+  rows, half = codes.shape
+  _check_blocks(codes, 2 * half, 16, 'nvfp4')
+  checks.shape('[R, K / 16]', (rows, half // 8), scale=scale)
+  if outer.ndim:
+    checks.shape('[R] or []', (rows,), outer=outer)
   both = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(rows, -1)
   values = jnp.asarray(reference.GRID, jnp.float32)[both & 7]
   values = jnp.where(both & 8, -values, values)
@@ -105,16 +118,41 @@ def widen_nvfp4(
 
 
 def widen_mxfp8(values: jax.Array, exponents: jax.Array) -> jax.Array:
-  """float32 [R, K]."""
+  """float32 [R, K], of what `mxfp8` gives; errors as `widen_nvfp4`."""
+  _check_axes(values=values)
+  checks.dtype(jnp.float8_e4m3fn, values=values)
+  checks.dtype(jnp.uint8, exponents=exponents)
+  rows, k = values.shape
+  _check_blocks(values, k, 32, 'mxfp8')
+  checks.shape('[R, K / 32]', (rows, k // 32), exponents=exponents)
   scale = reference.power(exponents.astype(jnp.int32))
   return values.astype(jnp.float32) * jnp.repeat(scale, 32, axis=1)
 
 
 def widen_fp8(values: jax.Array, scale: jax.Array) -> jax.Array:
-  """float32 [R, K]."""
+  """float32 [R, K], of what `fp8` gives; errors as `widen_nvfp4`."""
+  _check_axes(values=values)
+  checks.dtype(jnp.float8_e4m3fn, values=values)
+  checks.dtype(jnp.float32, scale=scale)
   rows, k = values.shape
+  squares = -(-rows // 128), -(-k // 128)
+  checks.shape('[R / 128, K / 128], rounded up', squares, scale=scale)
   wide = jnp.repeat(jnp.repeat(scale, 128, 0), 128, 1)[:rows, :k]
   return values.astype(jnp.float32) * wide
+
+
+def _check_axes(**arrays) -> None:
+  for name, array in arrays.items():
+    if array.ndim != 2:
+      raise ValueError(f'{name} {array.shape} must have two axes, [R, ...]')
+
+
+def _check_blocks(array, k: int, multiple: int, form: str) -> None:
+  if k % multiple:
+    raise ValueError(
+      f'{array.shape} holds K={k} numbers a row, which is not a multiple of'
+      f' {multiple}, those that share a scale in {form}'
+    )
 
 
 def _kernels(chosen: str):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels import warp
 from pallas_kernels.quantize.reference import E2M1_MAX
 from pallas_kernels.quantize.reference import E4M3_MAX
+from pallas_kernels.quantize.reference import outer_of
 
 EACH = 16  # numbers of a lane
 SQUARE = 128
@@ -49,7 +50,7 @@ def nvfp4(
   inputs = [x]
   if not by_row:
     largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    inputs.append(largest * jnp.float32(1 / (E2M1_MAX * E4M3_MAX)))
+    inputs.append(outer_of(largest))
   out = [
     jax.ShapeDtypeStruct((rows, k // 2), jnp.uint8),
     jax.ShapeDtypeStruct((rows, k // EACH), jnp.float8_e4m3fn),

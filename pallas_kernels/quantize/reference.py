@@ -1,8 +1,12 @@
 """Plain JAX: rounding to eight and four bits. The path on CPU.
 
-XLA rewrites a division by a broadcast array or by a constant into a product with
-the inverse, which rounds elsewhere; the barriers keep the divisions. On GPUs it
-also drops a cast to float8 and back, so what was rounded is read from its bits.
+What XLA does to such expressions, once they are compiled, and what keeps them:
+- a division by a broadcast array or by a constant becomes a product with the
+  inverse, which rounds elsewhere, and 6 * (x * c) becomes x * (6 c): barriers;
+- on NVIDIA a float32 division is `div.full`, wrong by up to two units in the last
+  place: there it is done in float64, see `quotient`;
+- on GPUs a cast to float8 and back is dropped: what was rounded is read from its
+  bits.
 """
 
 from __future__ import annotations
@@ -16,11 +20,38 @@ MIDDLES = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)  # ties go down; up
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
+def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
+  """a / b of float32 of one shape, rounded as IEEE 754 has it, on every device."""
+  b = lax.optimization_barrier(b)
+  return lax.platform_dependent(a, b, cuda=in_double, default=lax.div)
+
+
+def in_double(a: jax.Array, b: jax.Array) -> jax.Array:
+  """The same by float64, which NVIDIA divides as IEEE 754 has it.
+
+  No quotient of two 24-bit numbers lies as near to the middle of two float32 as
+  float64 rounds (2^-53), unless it is that middle, so that to round it again
+  changes nothing. LLVM knows that too, and makes a float32 division of it, which
+  is the wrong one again; it does not where both were multiplied by 3, which is
+  exact.
+  """
+  with jax.enable_x64(True):
+    wide = [lax.convert_element_type(x, jnp.float64) for x in (a, b)]
+    three = lax.full_like(wide[0], 3)
+    quotient_ = lax.div(wide[0] * three, wide[1] * three)
+    return lax.convert_element_type(quotient_, jnp.float32)
+
+
 def divide(a: jax.Array, b: jax.Array) -> jax.Array:
   """a / b rounded once, 0 where b is 0."""
   b = jnp.broadcast_to(b, a.shape)
-  safe = lax.optimization_barrier(jnp.where(b > 0, b, 1.0))
-  return jnp.where(b > 0, a / safe, 0.0)
+  return jnp.where(b > 0, quotient(a, jnp.where(b > 0, b, 1.0)), 0.0)
+
+
+def outer_of(largest: jax.Array) -> jax.Array:
+  """The outer scale of nvfp4, rounded before anything is done with it."""
+  inverse = jnp.float32(1 / (E2M1_MAX * E4M3_MAX))
+  return lax.optimization_barrier(largest * inverse)
 
 
 def e2m1(x: jax.Array) -> jax.Array:
@@ -38,7 +69,7 @@ def nvfp4(x: jax.Array, by_row: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
   blocks = x.reshape(rows, k // 16, 16)
   most = jnp.max(jnp.abs(blocks), axis=-1)
   largest = jnp.max(most, axis=-1) if by_row else jnp.max(most)
-  outer = largest * jnp.float32(1 / (E2M1_MAX * E4M3_MAX))
+  outer = outer_of(largest)
   wide = outer[:, None] if by_row else outer[None, None]
   scale = jnp.minimum(divide(most, E2M1_MAX * wide), E4M3_MAX)
   scale = scale.astype(jnp.float8_e4m3fn)
@@ -53,8 +84,8 @@ def mxfp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   rows, k = x.shape
   blocks = x.reshape(rows, k // 32, 32)
   most = jnp.max(jnp.abs(blocks), axis=-1)
-  limit = lax.optimization_barrier(jnp.full_like(most, E4M3_MAX))
-  bits = lax.bitcast_convert_type(most / limit, jnp.uint32)
+  ratio = quotient(most, jnp.full_like(most, E4M3_MAX))
+  bits = lax.bitcast_convert_type(ratio, jnp.uint32)
   exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)  # rounded up
   values = blocks * power(254 - exponent.astype(jnp.int32))[:, :, None]
   return to_e4m3(values).reshape(rows, k), exponent.astype(jnp.uint8)
@@ -93,7 +124,6 @@ def fp8_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   )
   squares = padded.reshape(high, 128, wide, 128)
   most = jnp.max(jnp.abs(squares), axis=(1, 3))
-  limit = lax.optimization_barrier(jnp.full_like(most, E4M3_MAX))
-  scale = most / limit
+  scale = quotient(most, jnp.full_like(most, E4M3_MAX))
   values = to_e4m3(divide(squares, scale[:, None, :, None]))
   return values.reshape(high * 128, wide * 128)[:rows, :k], scale

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels.quantize.reference import E2M1_MAX
 from pallas_kernels.quantize.reference import E4M3_MAX
 from pallas_kernels.quantize.reference import MIDDLES
+from pallas_kernels.quantize.reference import outer_of
 
 LANES, SQUARE = 128, 128
 DEPTH = (
@@ -113,7 +114,7 @@ def nvfp4(
   rows, k = x.shape
   size = jnp.abs(x.astype(jnp.float32))
   largest = jnp.max(size, axis=1) if by_row else jnp.max(size)
-  outer = largest * jnp.float32(1 / (E2M1_MAX * E4M3_MAX))
+  outer = outer_of(largest)
   wide = jnp.broadcast_to(outer, (rows,))[None]
   codes, scale = _call(
     _nvfp4,

@@ -7,6 +7,8 @@
 The bias only selects. With replay the experts are given, and the gates are
 still those of this router's own scores, so that its gradient reaches them.
 Ties go to the lower expert.
+
+`send` does all of it for few rows, and gathers them, in one launch of a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import checks
 from pallas_kernels import dispatch
+from pallas_kernels.grouped_matmul import groups
 from pallas_kernels.route import reference
 
 NAME = 'route'
@@ -105,9 +109,11 @@ def order(
   """
   if experts.ndim != 2:
     raise ValueError(f'experts {experts.shape} must be [R, K]')
-  known = dispatch.concrete(experts)
+  checks.integers(experts=experts)
+  checks.whole(1, count=count)
+  known = checks.known(experts)
   if known is not None and known.size:
-    low, high = int(np.min(known)), int(np.max(known))
+    low, high = int(known.min()), int(known.max())
     if low < 0 or high >= count:
       raise ValueError(
         f'experts from {low} to {high} must be in 0..{count - 1}'
@@ -121,6 +127,62 @@ def order(
   else:
     from pallas_kernels.route import gpu as kernels
   return Order(*kernels.order(experts, count, interpret=interpret))
+
+
+class Sent(NamedTuple):
+  """Rows routed and sorted by expert; see `Routed` and `Order`.
+
+  Attributes:
+    experts: int32 [R, K].
+    gates: float32 [R, K].
+    rows: [R K, D]; x of the slot at each sorted place.
+    places: int32 [R K]; the sorted place of each slot.
+    groups: sizes [E] for `grouped_matmul`, with their tiles.
+  """
+
+  experts: jax.Array
+  gates: jax.Array
+  rows: jax.Array
+  places: jax.Array
+  groups: groups.Planned
+
+
+def send(
+  x: jax.Array,
+  logits: jax.Array,
+  bias: jax.Array | None,
+  router: Router,
+  replay: jax.Array | None = None,
+  *,
+  implementation: str | None = None,
+) -> Sent | None:
+  """`route`, `order`, and x in that order, of few rows in one launch.
+
+  Args:
+    x: [R, D].
+    (others): see `route`; nothing is audited.
+
+  Returns:
+    `Sent`, whose numbers are those of `route` and `order`, and differentiable
+    alike; None where these are not few rows, or not for the GPU's kernel.
+  """
+  _check(logits, bias, router, replay, False)
+  if x.ndim != 2 or x.shape[0] != logits.shape[0]:
+    raise ValueError(f'x {x.shape} must be [R, D] with R = {logits.shape[0]}')
+  checks.floats(x=x)
+  chosen = _choose(logits, router, implementation)
+  if not chosen.startswith('gpu'):
+    return None
+  from pallas_kernels.route import gpu_few
+
+  if gpu_few.unsupported(x, logits, router):
+    return None
+  experts, gates, rows, places, sizes, *plans = _send(
+    x, logits, bias, replay, router, chosen
+  )
+  tables = zip(plans[::2], plans[1::2], strict=True)
+  planned = groups.Planned(sizes, dict(zip(gpu_few.TILES, tables, strict=True)))
+  return Sent(experts, gates, rows, places, planned)
 
 
 # --- Checks and choice -------------------------------------------------------
@@ -149,8 +211,8 @@ def _check(logits, bias, router: Router, replay, audit) -> None:
       f' experts leave no k={router.k}; a group needs two, and the best ones'
       ' together k'
     )
-  if bias is not None and bias.shape != (e,):
-    raise ValueError(f'bias {bias.shape} must be [E] = ({e},)')
+  checks.shape('[E]', (e,), bias=bias)
+  checks.dtype(jnp.float32, bias=bias)
   if not router.plausibility >= 0:
     raise ValueError(f'plausibility={router.plausibility} is below 0')
   if replay is None:
@@ -168,13 +230,12 @@ def _check(logits, bias, router: Router, replay, audit) -> None:
       f'plausibility={router.plausibility} compares with native experts; give'
       ' audit=True'
     )
-  _check_replay(dispatch.concrete(replay), e)
+  _check_replay(checks.known(replay), e)
 
 
 def _check_replay(known, e: int) -> None:
   if known is None or not known.size:
     return
-  known = np.asarray(known)
   if known.max() >= e:
     raise ValueError(
       f'replay has expert {known.max()}, and there are {e}; -1 is unknown'
@@ -255,3 +316,29 @@ def _backward(router, whole, chosen, saved, cotangents):
 
 
 _route.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _send(x, logits, bias, replay, router, chosen):
+  return _send_forward(x, logits, bias, replay, router, chosen)[0]
+
+
+def _send_forward(x, logits, bias, replay, router, chosen):
+  from pallas_kernels.route import gpu_few
+
+  interpret = chosen.endswith('interpret')
+  found = gpu_few.send(x, logits, bias, replay, router, interpret=interpret)
+  experts, places = found[0], found[3]
+  return found, (logits, bias, replay, experts, places)
+
+
+def _send_backward(router, chosen, saved, cotangents):
+  *routed, places = saved
+  _, dgates, dsorted, *_ = cotangents
+  back = _backward(router, False, chosen, routed, (None, dgates))
+  rows, k = routed[3].shape
+  dslots = dsorted[places].reshape(rows, k, -1)
+  return jnp.sum(dslots, axis=1, dtype=jnp.float32).astype(dslots.dtype), *back
+
+
+_send.defvjp(_send_forward, _send_backward)

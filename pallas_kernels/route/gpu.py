@@ -71,7 +71,8 @@ def route(
     logits = refs.pop(0)
     bias_ref = None if bias is None else refs.pop(0)
     replay_ref = None if replay is None else refs.pop(0)
-    _route(w, logits, bias_ref, replay_ref, refs, router, whole)
+    share = w.warp, w.warps
+    route_rows(w, share, logits, bias_ref, replay_ref, refs, router, whole)
 
   found = warp.run(
     kernel,
@@ -123,9 +124,15 @@ def order(
 # --- Routing -----------------------------------------------------------------
 
 
-def _route(w, logits, bias, replay, out, router: Router, whole: bool) -> None:
+def route_rows(
+  w, share, logits, bias, replay, out, router: Router, whole: bool
+) -> None:
+  """Experts, gates and native experts, to `out`; native ones only if `whole`.
+
+  `share` is a warp's first row, and how many rows further its next one is.
+  """
   k = router.k
-  rows = out[0].size // k
+  rows = out[1].size // k
   e = logits.size // rows
 
   def one_row(row):
@@ -139,7 +146,8 @@ def _route(w, logits, bias, replay, out, router: Router, whole: bool) -> None:
 
     if replay is None:
       own = native()
-      w.when(w.lane < k, lambda: w.store(out[2], slot, own))
+      if whole:
+        w.when(w.lane < k, lambda: w.store(out[2], slot, own))
       return
     given = w.when(w.lane < k, lambda _: [w.load(replay, slot)], [w.value(0)])[
       0
@@ -154,7 +162,7 @@ def _route(w, logits, bias, replay, out, router: Router, whole: bool) -> None:
     )
     w.when(w.negate(known), lambda: native() and None)
 
-  w.loop(w.warp, rows, w.warps, one_row)
+  w.loop(share[0], rows, share[1], one_row)
 
 
 def _audited(w, loads, bias, given, known, slot, out, router) -> None:
@@ -359,29 +367,38 @@ def _write(w, slot, experts, chosen, out, router: Router) -> None:
 # --- Sorting -----------------------------------------------------------------
 
 
-def _ranks(w, experts, counters, each) -> None:
-  """each(slot, place) for a chunk's slots; counters are where experts start."""
+def ranks(w, experts, counters, each, chunk=None, at=0) -> None:
+  """each(slot, place, expert) for the slots of a chunk.
+
+  `counters` from `at` on are where experts start; they are counted on.
+
+  Args:
+    (others): see above.
+    chunk: first slot of it, slots of a chunk, slots of all; None: a warp's own
+      of all.
+  """
   below = (w.value(1) << w.lane) - 1
-  first = w.warp * CHUNK
+  first, size, slots = chunk or (w.warp * CHUNK, CHUNK, experts.size)
 
   def step(start):
     slot = first + start + w.lane
-    here = slot < experts.size
+    here = slot < slots
     expert = w.when(
       here, lambda _: [w.load(experts, slot)], [w.value(warp.ALL)]
     )[0]
     same = w.match(expert)
     rank = w.count_bits(same & below)
-    place = w.when(here, lambda _: [w.load(counters, expert)], [w.value(0)])[0]
+    counter = expert + at
+    place = w.when(here, lambda _: [w.load(counters, counter)], [w.value(0)])[0]
     w.sync()
     w.when(
       here & rank.equals(0),
-      lambda: w.store(counters, expert, place + w.count_bits(same)),
+      lambda: w.store(counters, counter, place + w.count_bits(same)),
     )
     w.sync()
-    w.when(here, lambda: each(slot, place + rank))
+    w.when(here, lambda: each(slot, place + rank, expert))
 
-  w.loop(0, CHUNK, warp.LANES, step)
+  w.loop(0, size, warp.LANES, step)
 
 
 def _count(w, experts, table, counters, *, chunks: int) -> None:
@@ -390,7 +407,7 @@ def _count(w, experts, table, counters, *, chunks: int) -> None:
   def chunk():
     w.loop(w.lane, count, warp.LANES, lambda i: w.store(counters, i, 0))
     w.sync()
-    _ranks(w, experts, counters, lambda slot, place: None)
+    ranks(w, experts, counters, lambda *_: None)
 
     def write(i):
       w.store(table, w.warp * count + i, w.load(counters, i))
@@ -410,10 +427,11 @@ def _place(w, experts, starts, slots, places, counters, *, chunks: int) -> None:
     w.loop(w.lane, count, warp.LANES, start)
     w.sync()
 
-    def put(slot, place):
+    def put(slot, place, expert):
+      del expert
       w.store(places, slot, place)
       w.store(slots, place, slot)
 
-    _ranks(w, experts, counters, put)
+    ranks(w, experts, counters, put)
 
   w.when(w.warp < chunks, chunk)

@@ -6,22 +6,40 @@
 
 The sum runs over all v, or over the recorded ids that sampling had kept. The
 gradients are computed a block of the vocabulary at a time, from z again.
+
+Who has yet to draw the token calls `scored`, which gives z as well, and reads of
+it the logprob of whatever is drawn, with the bits of `token_logprob`.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import checks
 from pallas_kernels import dispatch
 from pallas_kernels import grouped_matmul
 from pallas_kernels.token_logprob import reference
 
 NAME = 'token_logprob'
+
+
+class Scored(NamedTuple):
+  """Rows of logits over the temperature, and what their softmax hangs on."""
+
+  logits: jax.Array  # float32 [T, V]
+  log: jax.Array  # float32 [T], log-sum-exp
+  entropy: jax.Array  # float32 [T]
+
+  def logprob(self, tokens: jax.Array) -> jax.Array:
+    """float32 [T] of a token of each row."""
+    z = jnp.take_along_axis(self.logits, tokens[:, None], axis=1)[:, 0]
+    return z - self.log
 
 
 def token_logprob(
@@ -62,8 +80,75 @@ def token_logprob(
   return _token_logprob(hidden, unembed, tokens, temperatures, words, chosen)
 
 
+def scored(
+  hidden: jax.Array,
+  unembed: jax.Array,
+  temperatures: jax.Array,
+  *,
+  implementation: str | None = None,
+) -> Scored | None:
+  """The logits of few rows, and their statistics, in one pass over `unembed`.
+
+  `logprob` and `entropy` of it have the bits of `token_logprob`. Arguments and
+  errors are those there; not differentiable.
+
+  Returns:
+    `Scored`; None where only the GPU's kernel could, and another was chosen.
+  """
+  tokens = jnp.zeros(hidden.shape[:1], jnp.int32)
+  _check(hidden, unembed, tokens, temperatures, None)
+  chosen = _choose(hidden, unembed, implementation)
+  if not chosen.startswith('gpu'):
+    return None
+  from pallas_kernels.token_logprob import gpu
+
+  interpret = chosen.endswith('interpret')
+  return Scored(*gpu.scored(hidden, unembed, temperatures, interpret=interpret))
+
+
+def renormalised(
+  whole: Scored, kept: jax.Array, *, implementation: str | None = None
+) -> Scored:
+  """The same rows over what is kept of them, as `token_logprob` takes `kept`.
+
+  The logits stay as they were: those of what is not kept mean nothing.
+  """
+  t, v = whole.logits.shape
+  _check_kept(kept, t, v)
+  from pallas_kernels.token_logprob import gpu
+
+  # What has been `scored` was so by this kernel.
+  chosen = dispatch.choose(NAME, implementation, None, 'it keeps no logits')
+  words = reference.kept_words(kept, v)
+  log, entropy = gpu.renormalised(
+    whole.logits, words, interpret=chosen.endswith('interpret')
+  )
+  return Scored(whole.logits, log, entropy)
+
+
 def _check(hidden, unembed, tokens, temperatures, kept) -> None:
-  t = hidden.shape[0]
+  check_arrays(hidden, unembed, tokens, temperatures)
+  t, v = hidden.shape[0], unembed.shape[1]
+  known = checks.known(tokens)
+  if known is not None and t:
+    low, high = known.min(), known.max()
+    if low < 0 or high >= v:
+      raise ValueError(
+        f'tokens from {low} to {high}; they must be in 0..{v - 1}'
+      )
+  _check_kept(kept, t, v)
+  if kept is not None and known is not None:
+    _check_among(checks.known(kept), known)
+  known = checks.known(temperatures)
+  if known is not None and t and not known.min() > 0:
+    raise ValueError(
+      f'the least temperature is {known.min()}; it must be above 0: for greedy'
+      ' sampling there is no distribution to score'
+    )
+
+
+def check_arrays(hidden, unembed, tokens, temperatures) -> None:
+  """ValueError for shapes and dtypes that do not fit each other."""
   if hidden.ndim != 2 or unembed.ndim != 2:
     raise ValueError(
       f'hidden {hidden.shape} must be [T, D], unembed {unembed.shape} [D, V]'
@@ -77,24 +162,10 @@ def _check(hidden, unembed, tokens, temperatures, kept) -> None:
     raise ValueError(
       f'hidden is {hidden.dtype} and unembed {unembed.dtype}; cast one'
     )
-  for name, array in (('tokens', tokens), ('temperatures', temperatures)):
-    if array.shape != (t,):
-      raise ValueError(f'{name} {array.shape} must be [T] = ({t},)')
-  _check_kept(kept, t, unembed.shape[1])
-  known = dispatch.concrete(tokens)
-  v = unembed.shape[1]
-  if known is not None and t:
-    low, high = np.min(np.asarray(known)), np.max(np.asarray(known))
-    if low < 0 or high >= v:
-      raise ValueError(
-        f'tokens from {low} to {high}; they must be in 0..{v - 1}'
-      )
-  known = dispatch.concrete(temperatures)
-  if known is not None and t and not np.min(np.asarray(known)) > 0:
-    raise ValueError(
-      f'the least temperature is {np.min(np.asarray(known))}; it must be above'
-      ' 0: for greedy sampling there is no distribution to score'
-    )
+  size = hidden.shape[:1]
+  checks.shape('[T]', size, tokens=tokens, temperatures=temperatures)
+  checks.integers(tokens=tokens)
+  checks.floats(hidden=hidden, temperatures=temperatures)
 
 
 def _check_kept(kept, t: int, v: int) -> None:
@@ -113,10 +184,32 @@ def _check_kept(kept, t: int, v: int) -> None:
     raise ValueError(
       f'kept is {kept.dtype}; give ids of int32, or bits of uint8'
     )
-  known = dispatch.concrete(kept)
-  if known is not None and known.size and np.max(np.asarray(known)) >= v:
+  known = checks.known(kept)
+  if known is None or not known.size:
+    return
+  if known.max() >= v:
+    raise ValueError(f'kept ids go to {known.max()}; they must be below {v}')
+  if known.min() < -1:
     raise ValueError(
-      f'kept ids go to {np.max(np.asarray(known))}; they must be below {v}'
+      f'kept ids go down to {known.min()}; they must be at least 0, or -1 where'
+      ' there are fewer'
+    )
+
+
+def _check_among(kept: np.ndarray | None, tokens: np.ndarray) -> None:
+  """ValueError for a token [T] that its row of `kept` has not."""
+  if kept is None or not len(tokens):
+    return
+  if kept.dtype == np.uint8:
+    byte = np.take_along_axis(kept, tokens[:, None] // 8, axis=1)[:, 0]
+    among = (byte >> (7 - tokens % 8)) & 1 > 0
+  else:
+    among = (kept == tokens[:, None]).any(axis=1) | (kept < 0).all(axis=1)
+  if not among.all():
+    row = int(np.argmin(among))
+    raise ValueError(
+      f'token {tokens[row]} of row {row} is not among those that its kept has;'
+      ' what was sampled is always one of them'
     )
 
 

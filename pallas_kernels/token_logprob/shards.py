@@ -43,7 +43,11 @@ def statistics(
     tokens: int32 [T], column of the part; any other number: in another part.
     temperatures: float32 [T].
     implementation: as in `token_logprob`.
+
+  Raises:
+    ValueError: shapes or dtypes that do not fit each other.
   """
+  token_logprob.check_arrays(hidden, unembed, tokens, temperatures)
   chosen = token_logprob._choose(hidden, unembed, implementation)
   inside = (tokens >= 0) & (tokens < unembed.shape[1])
   tokens = jnp.where(inside, tokens, -1)  # no column, nor one of padding

@@ -109,6 +109,25 @@ def test_what_is_shown():
   assert len(first) == len(second) and second.split()[6] == '647'
 
 
+def test_shares_of_ceilings_that_were_measured_low():
+  """More than all of a ceiling, or one that has moved, is not left unsaid."""
+  fine = bench.Batch(1, 480.0, 500.0, 0.31, 9e4, 1.0, None, 3, 4.2)
+  before = engine_roofline.Ceilings(1e9, 2e12)
+  again = dataclasses.replace(before, bytes_per_s=1.1e9)
+  assert bench.doubtful([fine], before, again) == ''
+  assert bench.doubtful([], before, again) == ''
+  over = dataclasses.replace(fine, roofline=2.3)
+  assert 'highest share is 230%' in bench.doubtful([fine, over], before, again)
+  for field in ('bytes_per_s', 'flops_per_s'):
+    for factor in (0.7, 9.0):
+      value = factor * getattr(before, field)
+      other = dataclasses.replace(before, **{field: value})
+      assert 'Measure again' in bench.doubtful([fine], before, other)
+  assert '9 GB/s' in bench.doubtful(
+    [fine], before, dataclasses.replace(before, bytes_per_s=9e9)
+  )
+
+
 def test_a_prompt_is_products_and_pairs():
   """Counted by hand for one layer of grouped, and of absorbed, attention."""
   model = dataclasses.replace(presets.TINY, layers=1, dense_layers=1)

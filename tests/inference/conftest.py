@@ -65,12 +65,20 @@ class Stats:
   steps: int = 7
 
 
+@dataclasses.dataclass(frozen=True)
+class Pages:
+  held: int = 5
+  free: int = 2
+
+
 class Scripted:
   """Samples the given ids, request by request; an exception is raised, a
-  function asked with the request, and None waits until it is cancelled."""
+  function asked with the request, and None waits until it is cancelled. Told
+  that it is enough, it ends one token later."""
 
   version = 3
   stats = Stats()
+  pages = Pages()
 
   def __init__(self, *turns, pieces=True):
     self.turns, self.pieces = list(turns), pieces
@@ -92,10 +100,13 @@ class Scripted:
     if turn is None:
       await self._forever(request)
     tokens = np.array(turn[: request.max_tokens], np.int32)
-    for i in range(len(tokens) if self.pieces else 0):
+    tell = request.on_tokens if self.pieces else None
+    for i in range(len(tokens) if tell else 0):
       await asyncio.sleep(0)
-      if request.on_tokens:
-        request.on_tokens(_piece(tokens[i : i + 1]))
+      enough = tell(_piece(tokens[i : i + 1]))
+      if enough is not None and i >= enough:
+        tokens = tokens[: i + 1]
+        break
     answer = completion(request.tokens, tokens, request.stop_tokens)
     if request.mask is None:
       return answer

@@ -1,6 +1,7 @@
 """Small engines for tests, requests for them, and answers to compare with."""
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -109,6 +110,24 @@ def pause(engine, after):
 
   engine._send = gated
   return reached, go
+
+
+def in_step(engine):
+  """Sends nothing before the requesters have heard of all that was sampled."""
+  heard, send, tell = collections.Counter(), engine._send, engine._tell
+
+  def telling(sequence, piece):
+    tell(sequence, piece)
+    heard[sequence] += len(piece.tokens)
+
+  def gated(plan, steps):
+    for s in engine._running:
+      if s.request.on_tokens is not None:
+        told = s.told - s.prompt
+        until(lambda s=s, n=told: s.future.done() or heard[s] >= n, 'it hears')
+    send(plan, steps)
+
+  engine._send, engine._tell = gated, telling
 
 
 def assert_equal_answers(some, others):

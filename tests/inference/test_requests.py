@@ -24,6 +24,8 @@ from serving import whole
 from composer import records
 from composer.inference import sampling
 from composer.model import transformer
+from composer.rl import pack
+from composer.rollout import recorder as recorder_lib
 
 
 @pytest.fixture
@@ -114,6 +116,25 @@ def test_the_trainer_finds_the_same_bits_over_what_was_kept(start):
     np.testing.assert_array_equal(got[first:size], c.logprobs)
 
 
+def test_the_trainer_finds_the_same_bits_of_greedy_answers(start):
+  """A segment tells of temperature 0; nothing is divided by it."""
+  params, r = serving.weights()[0], request([9, 8, 7], 0, 16, temperature=0.0)
+  (c,) = answer(start(), r)
+  layers, experts = c.experts.shape[1:]
+  recorder = recorder_lib.Recorder(layers, experts)
+  recorder.record(r.tokens, c, r.temperature)
+  (segment,) = recorder.finish('finished')
+  assert segment.temperatures.tolist() == [1] * 3 + [0] * 16
+  ((batch,), _) = pack.pack(
+    [pack.Item(segment, 1.0)], 1, 48, 4, layers, experts, max_kept=64
+  )
+  got = trained(
+    params, batch.tokens, batch.segment_ids, batch.positions,
+    batch.temperatures, batch.kept,
+  )  # fmt: skip
+  np.testing.assert_array_equal(got[3:19], c.logprobs)
+
+
 def test_ties_go_to_the_lower_id():
   z = jnp.asarray([[1.0, 3.0, 3.0, 3.0, 2.0, 3.0], [5.0] * 6])
   cuts = sampling.Cuts(
@@ -172,6 +193,21 @@ def test_more_kept_ids_than_are_wanted_are_not_kept(start, most):
   free = but(r, top_k=0, mask=lambda _: np.ones(64, bool), max_kept=0)
   (c,) = answer(start(), free)
   assert c.kept_ids.tolist() == [] and c.kept_offsets.tolist() == [0] * 13
+
+
+def test_what_was_kept_before_there_was_too_much_is_told(start):
+  """Who wants no more than that has all of it."""
+  told = []
+  r = but(request([9, 8, 1], 4, 12), top_p=0.5, on_tokens=told.append)
+  (c,) = answer(start(), r)
+  sizes = np.diff(c.kept_offsets)
+  most = int(sizes[0])
+  first = int(np.argmax(sizes > most))
+  assert first > 0
+  told.clear()
+  (c,) = answer(start(), but(r, max_kept=most))
+  assert c.kept_ids is None
+  assert [len(i) for p in told for i in p.kept] == sizes[:first].tolist()
 
 
 # --- the likeliest ---------------------------------------------------------------
@@ -320,6 +356,52 @@ def test_pieces_join_to_the_answer(start):
   assert_equal_answers(answers, answer(start(), *requests))
 
 
+def enough_after(engine, r, count):
+  """The answer to a request that has enough once it is told `count` tokens."""
+  told = []
+
+  def tell(piece):
+    told.extend(piece.tokens)
+    return count if len(told) >= count else None
+
+  (c,) = answer(engine, but(r, on_tokens=tell))
+  return c, told
+
+
+def test_a_requester_that_has_enough_ends_its_request(start):
+  """A real answer: routes and versions, of the last token that it wanted too."""
+  engine = start()
+  r = request([9, 8, 7, 1], 4, 40)
+  (free,) = answer(engine, r)
+  serving.in_step(engine)
+  for count in (1, 2, 7, 8, 39, 40):
+    c, told = enough_after(engine, r, count)
+    size = len(c.tokens)
+    assert count <= size <= min(count + 3, 40)  # it did not go on to the end
+    assert c.stop_reason == ('length' if size == 40 else 'stop')
+    assert told == c.tokens.tolist()
+    first = slice(4 + count)
+    for name in ('tokens', 'logprobs', 'versions'):
+      got, want = getattr(c, name), getattr(free, name)
+      np.testing.assert_array_equal(got, want[:size], name)
+    for name in ('experts', 'computed_versions'):
+      got, want = getattr(c, name), getattr(free, name)
+      np.testing.assert_array_equal(got[first], want[first], name)
+      assert count == 40 or np.all(got[first] >= 0)
+    assert engine.pages_held == 0
+  assert not engine._running and not engine._waiting
+  (again,) = answer(engine, r)
+  assert_equal_answers([again], [free])
+
+
+def test_enough_that_is_no_number_ends_its_own_request(start):
+  engine = start()
+  with pytest.raises(TypeError, match='integer'):
+    answer(engine, but(request([1, 2], 0, 30), on_tokens=lambda _: 'x'))
+  (c,) = answer(engine, request([1, 2], 0, 3))
+  assert len(c.tokens) == 3
+
+
 def test_a_callback_that_fails_ends_its_own_request(start):
   engine = start()
 
@@ -340,6 +422,7 @@ def test_a_callback_that_fails_ends_its_own_request(start):
     ({'min_p': float('nan')}, 'min_p nan'),
     ({'stop_sequences': ((1,), ())}, 'empty sequence'),
     ({'temperature': float('inf')}, 'not finite'),
+    ({'temperature': 1e-7}, 'temperature 1e-07 is between 0 and 1e-06; give 0'),
   ),
 )
 def test_bad_values_are_refused(start, changed, message):

@@ -11,6 +11,7 @@ import pytest
 from composer import config as config_lib
 from composer.inference import sampling
 from composer.model import transformer
+from pallas_kernels import mosaic
 
 MODEL = config_lib.ModelConfig(vocab_size=10, width=8)
 BITWISE = config_lib.NumericsConfig(row_block=8)
@@ -94,6 +95,58 @@ def test_logprobs_of_what_is_drawn(numerics):
   ):
     want = np.log(distribution(t or 1.0)[token])
     assert logprob == pytest.approx(want, abs=2e-6)
+
+
+@pytest.mark.skipif(not mosaic.interprets(), reason='needs jax 0.11')
+def test_one_pass_of_the_kernel_draws_and_scores():
+  """Rows whole, cut, masked and greedy: the bits of the trainer's logprobs."""
+  rows, v = 10, 128
+  model = config_lib.ModelConfig(vocab_size=v, width=64)
+  numerics = dataclasses.replace(
+    BITWISE, mode='bitwise', compute='bfloat16', kernels='gpu_interpret'
+  )
+  rng = np.random.default_rng(0)
+  norm = jnp.asarray(1 + 0.3 * rng.normal(size=64), jnp.float32)
+  unembed = jnp.asarray(0.5 * rng.normal(size=(64, v)), jnp.bfloat16)
+  hidden = jnp.asarray(rng.normal(size=(rows, 64)), jnp.bfloat16)
+  cycle = lambda *x: np.resize(np.float32(x), rows)  # noqa: E731
+  temperature = cycle(0.6, 1, 2, 0, 1)
+  draws = sampling.Draws(
+    temperature, np.arange(rows, dtype=np.uint32), np.full(rows, 3, np.int32)
+  )
+  allowed = np.packbits(rng.random((rows, v)) < 0.5, axis=1)
+  allowed[[0, 3, 5, 8]] = 255
+  cuts = sampling.Cuts(
+    some=np.resize([False, True, True, False, True], rows),
+    top_k=cycle(0, 0, 7, 0, 0).astype(np.int32),
+    top_p=cycle(1, 0.7, 1, 1, 1),
+    min_p=cycle(0, 0, 0.01, 0, 0),
+    allowed=allowed,
+  )
+  params = {'final_norm': norm, 'unembed': unembed}
+  answer = functools.partial(sampling.answer, model, numerics, params, hidden)
+  whole, some = jax.device_get((answer(draws), answer(draws, cuts)))
+  kept = np.unpackbits(some.kept, axis=1).astype(bool)
+  assert kept[np.arange(rows), some.tokens].all()
+  assert kept[[0, 3, 5, 8]].all() and (kept.sum(1)[[2, 7]] <= 7).all()
+  for one, among in ((whole, None), (some, some.kept)):
+    want, _ = transformer.row_logprobs(
+      *(model, numerics, norm, unembed, hidden, one.tokens),
+      jnp.where(temperature > 0, temperature, 1.0),
+      among,
+    )
+    np.testing.assert_array_equal(
+      np.asarray(one.logprobs).view(np.int32), np.asarray(want).view(np.int32)
+    )
+  uncut = ~cuts.some
+  np.testing.assert_array_equal(some.tokens[uncut], whole.tokens[uncut])
+  np.testing.assert_array_equal(some.logprobs[uncut], whole.logprobs[uncut])
+  z = transformer.logits_rows(
+    model, norm, unembed, hidden, np.ones(rows, np.float32)
+  )
+  np.testing.assert_array_equal(
+    whole.tokens[[3, 8]], np.argmax(np.asarray(z), axis=1)[[3, 8]]
+  )
 
 
 def test_a_draw_depends_on_seed_and_position_alone():

@@ -184,6 +184,82 @@ def test_running_ahead_changes_no_bit(start):
   until(lambda: engine.pages_held == 0, 'pages return')
 
 
+@pytest.mark.parametrize('settings', ({'run_ahead': 3}, {'draft': 'ngram'}))
+def test_enough_of_some_changes_no_other(start, settings):
+  """Whether a step gives one token or several."""
+  engine = start(config(**settings))
+  serving.in_step(engine)
+  requests, want = random_requests(40, 5), ordinary(40, 5)
+  wanted = [
+    len(c.tokens) if n % 2 else 1 + n % max(len(c.tokens) // 2, 1)
+    for n, c in enumerate(want)
+  ]
+
+  def ending(r, count):
+    told = []
+
+    def tell(piece):
+      told.extend(piece.tokens)
+      return count if len(told) >= count else None
+
+    return dataclasses.replace(r, on_tokens=tell)
+
+  asked = [
+    r if n % 2 else ending(r, count)
+    for n, (r, count) in enumerate(zip(requests, wanted, strict=True))
+  ]
+  answers, shorter = answer(engine, *asked), 0
+  assert_equal_answers(answers[1::2], want[1::2])
+  for n in range(0, 40, 2):
+    c, free, count = answers[n], want[n], wanted[n]
+    size, first = len(c.tokens), slice(len(requests[n].tokens) + count)
+    assert count <= size <= len(free.tokens)
+    shorter += size < len(free.tokens)
+    np.testing.assert_array_equal(c.tokens, free.tokens[:size])
+    np.testing.assert_array_equal(c.logprobs, free.logprobs[:size])
+    np.testing.assert_array_equal(c.experts[first], free.experts[first])
+    if count < len(free.tokens):
+      assert np.all(c.experts[first] >= 0)
+  assert shorter > 5
+  until(lambda: engine.pages_held == 0, 'pages return')
+  assert not engine._open and not engine._waiting
+
+
+@pytest.mark.parametrize('late', [False, True])
+def test_enough_of_one_that_gave_its_pages_back(start, late):
+  """It is answered from what is known, or computed again for what is not."""
+  engine = start(pages=13)
+  requests = [request([i, 1, 2], i, 40) for i in range(6)]
+  told, wanted, put_back = [], [], engine._put_back
+
+  def held(sequence):
+    put_back(sequence)
+    until(lambda: wanted, 'its requester has enough')
+
+  engine._put_back = held
+
+  def tell(piece):
+    told.extend(piece.tokens)
+    if len(told) < 3 or wanted:
+      return None
+    until(lambda: engine.stats.preempted, 'the last gives its pages back')
+    (it,) = (s for s in list(engine._open) if s.request is asked)
+    wanted.append(it.length - 3 if late else 3)
+    return wanted[0]
+
+  asked = dataclasses.replace(requests[5], on_tokens=tell)
+  *others, c = answer(engine, *requests[:5], asked)
+  *want, free = answer(start(), *requests)
+  assert_equal_answers(others, want)
+  size, first = len(c.tokens), slice(3 + wanted[0])
+  assert wanted[0] < size < 40 and c.stop_reason == 'stop'
+  np.testing.assert_array_equal(c.tokens, free.tokens[:size])
+  np.testing.assert_array_equal(c.experts[first], free.experts[first])
+  assert np.all(c.experts[first] >= 0)
+  until(lambda: engine._pool.available == 13, 'pages return')
+  assert not engine._open
+
+
 def test_running_ahead_with_few_pages(start):
   engine = start(config(run_ahead=3), pages=13)
   assert_equal_answers(answer(engine, *random_requests(40, 5)), ordinary(40, 5))

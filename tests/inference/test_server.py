@@ -446,6 +446,8 @@ def test_what_else_is_told(serve, scripted):
     lines = http.get(running.url + '/metrics').text.splitlines()
     assert 'composer_sampled_tokens_total 2' in lines
     assert 'composer_engine_steps 7' in lines
+    assert 'composer_engine_pages_held 5' in lines
+    assert 'composer_engine_pages_free 2' in lines
     wanted = 'composer_requests_total{route="/v1/completions",status="200"} 1'
     assert wanted in lines
     assert http.get(running.url + '/health').json()['status'] == 'ok'

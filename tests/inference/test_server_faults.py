@@ -49,6 +49,7 @@ CHATS = [
   ({'model': 'other'}, 404, 'model_not_found', 'model'),
   ({'model': None}, 400, 'missing_required_parameter', 'model'),
   ({'temperature': -0.1}, 400, 'invalid_value', 'temperature'),
+  ({'temperature': 1e-7}, 400, 'invalid_value', 'temperature'),
   ({'temperature': 'hot'}, 400, 'invalid_type', 'temperature'),
   ({'temperature': True}, 400, 'invalid_type', 'temperature'),
   ({'top_p': 0}, 400, 'invalid_value', 'top_p'),
@@ -84,7 +85,8 @@ CHATS = [
    'response_format.json_schema.schema'),
   (schema({'$ref': '#/$defs/x'}), 400, 'invalid_schema', 'response_format'),
   (schema({'not': {}}, strict=True), 400, 'invalid_schema', 'response_format'),
-  (schema({'enum': []}), 400, 'invalid_schema', 'response_format'),
+  (schema({'enum': []}), 400, 'invalid_function_parameters',
+   'response_format.json_schema.schema'),
   ({'structured_outputs': {'choice': []}}, 400, 'invalid_value',
    'structured_outputs'),
   ({'structured_outputs': {'regex': '('}}, 400, 'invalid_schema',
@@ -146,11 +148,79 @@ TEXTS = [
   ({'prompt': [-1]}, 400, 'invalid_value', 'prompt'),
   ({'prompt': [[5], [10**30]]}, 400, 'invalid_value', 'prompt'),
   ({'logprobs': 21}, 400, 'invalid_value', 'logprobs'),
-  (schema({'enum': []}), 400, 'invalid_schema', 'response_format'),
+  (
+    schema({'enum': []}),
+    400,
+    'invalid_function_parameters',
+    'response_format.json_schema.schema',
+  ),
   ({'echo': True}, 400, 'unsupported_value', 'echo'),
   ({'prompt': ['x'] * 200}, 400, 'invalid_value', 'n'),
   ({'messages': ASK}, 400, 'unknown_parameter', 'messages'),
 ]
+
+
+# Words of a schema that are written wrongly, and what is told of where.
+SCHEMAS = [
+  ({'enum': 'a'}, ''),
+  ({'enum': []}, ''),
+  ({'required': 'x'}, ''),
+  ({'anyOf': {'type': 'string'}}, ''),
+  ({'anyOf': []}, ''),
+  ({'oneOf': [3]}, '.oneOf[0]'),
+  ({'allOf': [{'type': 'string'}, {'type': 'strnig'}]}, '.allOf[1]'),
+  ({'additionalProperties': 7}, '.additionalProperties'),
+  ({'not': []}, '.not'),
+  ({'items': {'type': ['string', 'text']}}, '.items'),
+  ({'prefixItems': ['string']}, '.prefixItems[0]'),
+  ({'$defs': {'a': 1}}, '.$defs.a'),
+  ({'definitions': []}, ''),
+  ({'patternProperties': {'^a': None}}, '.patternProperties.^a'),
+  ({'$ref': 3}, ''),
+  ({'pattern': 5}, ''),
+  ({'description': ['x']}, ''),
+  ({'minLength': -1}, ''),
+  ({'maxItems': 1.5}, ''),
+  ({'maxItems': True}, ''),
+  ({'minProperties': '1'}, ''),
+  ({'minimum': '0'}, ''),
+]
+FINE = {
+  'type': 'object',
+  '$defs': {'a': {'type': ['string', 'null'], 'maxLength': 4.0}},
+  'properties': {
+    'enum': {'$ref': '#/$defs/a', 'description': None},
+    'required': {'anyOf': [{'minimum': 0.5}, True], 'default': []},
+    'items': {'type': 'array', 'items': {}, 'minItems': 0},
+  },
+  'patternProperties': {'^x': False},
+  'additionalProperties': {'not': {'enum': [None, 1]}},
+}
+
+
+def test_malformed_schemas(serve, scripted):
+  """Whether or not an answer must keep to it; what is well formed is taken."""
+  engine = scripted([65])
+  with serve(engine) as running, httpx2.Client(base_url=running.url) as http:
+
+    def post(schema):
+      found = tool(parameters={'type': 'object', 'properties': {'x': schema}})
+      body = {'model': 'm', 'messages': ASK, 'tools': found, 'max_tokens': 1}
+      return http.post('/v1/chat/completions', json=body)
+
+    for bad, inner in SCHEMAS:
+      for schema, end in (
+        (bad, ''), ({'items': bad}, '.items'), ({'anyOf': [bad]}, '.anyOf[0]'),
+      ):  # fmt: skip
+        answer = post(schema)
+        error = answer.json()['error']
+        where = f'tools[0].function.parameters.properties.x{end}{inner}'
+        assert answer.status_code == 400, schema
+        assert error['code'] == 'invalid_function_parameters', error
+        assert error['param'] == where, (schema, error)
+        assert where in error['message'], error
+    assert engine.requests == []
+    assert post(FINE).status_code == 200
 
 
 def test_bad_bodies(serve, scripted):

@@ -11,6 +11,7 @@ import pytest
 from composer import config as config_lib
 from composer.model import moe
 from composer.model import operations
+from pallas_kernels.grouped_matmul import groups
 
 SIGMOID = config_lib.ModelConfig(
   experts=40, experts_per_token=3, router_scale=2.5
@@ -125,3 +126,54 @@ def test_a_kernel_that_cannot_raises():
   config = dataclasses.replace(SIGMOID, router_groups=4, router_top_groups=2)
   with pytest.raises(ValueError, match='groups of 10 experts'):
     run(config, 'gpu_interpret', 0.0, True, *make_rows(config)[:2], None)
+
+
+def test_few_rows_go_at_once_with_the_same_bits(monkeypatch):
+  """Routed, sorted and gathered in one launch, or in several; replayed too."""
+  change = dict(width=32, expert_hidden=16, shared_experts=0)
+  config = dataclasses.replace(SIGMOID, **change)
+  rng = np.random.default_rng(0)
+  e, d, f = config.experts, config.width, config.expert_hidden
+  shapes = {
+    'norm': (d,),
+    'router': (d, e),
+    'router_bias': (e,),
+    'gate_up': (e, d, 2, f),
+    'down': (e, f, d),
+  }
+  kinds = {'gate_up': jnp.bfloat16, 'down': jnp.bfloat16}
+  p = {
+    name: jnp.asarray(rng.normal(size=shape), kinds.get(name, jnp.float32))
+    for name, shape in shapes.items()
+  }
+  x = jnp.asarray(rng.normal(size=(ROWS, d)), jnp.bfloat16)
+  replay = make_rows(config)[2]
+  ops = operations.Operations(operations.XLA, 'gpu_interpret')
+  experts, calls = operations.experts, []
+
+  def by_xla(ops, *arrays):  # which jax 0.10 has
+    calls.append(isinstance(arrays[-1], groups.Planned))
+    sizes = groups.sizes_of(arrays[-1])
+    return experts(operations.PLAIN, *arrays[:-1], sizes)
+
+  def run(x, gate_up):
+    arguments = p | {'gate_up': gate_up}, config, 'sorted', x, replay, 0.0
+    out, used, _ = moe.moe(*arguments, ops=ops, audit=False)
+    return jnp.sum(out.astype(jnp.float32) ** 2), (out, used)
+
+  monkeypatch.setattr(operations, 'experts', by_xla)
+  compiled = {'compiler_options': QUICK}
+  both = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True), **compiled)
+  got = both(x, p['gate_up'])
+  monkeypatch.setattr(operations, 'send', lambda *_: None)
+  jax.clear_caches()
+  want = both(x, p['gate_up'])
+  assert calls == [True, False]
+  for one, other in zip(got[0][1], want[0][1], strict=True):
+    np.testing.assert_array_equal(
+      np.asarray(one, np.float32), np.asarray(other, np.float32)
+    )
+  for one, other in zip(got[1], want[1], strict=True):
+    one, other = (np.asarray(g, np.float32) for g in (one, other))
+    off = np.linalg.norm(one - other)
+    assert off < 0.01 * np.linalg.norm(other)  # a sum of K in bfloat16

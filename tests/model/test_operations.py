@@ -13,6 +13,7 @@ from composer.inference import engine
 from composer.model import operations
 from composer.model import transformer
 from pallas_kernels import dispatch
+from pallas_kernels import mosaic
 
 Operations = operations.Operations
 XLA = operations.XLA
@@ -304,3 +305,33 @@ def test_trainer_and_engine_have_the_same_bits_by_kernels():
     some = kept[1:, 0] >= 0
     np.testing.assert_array_equal(np.where(some, cut, among_all), logprob[1:])
     assert (cut != among_all)[some].all()
+
+
+@pytest.mark.skipif(
+  not mosaic.interprets(), reason='jax 0.10 cannot interpret these kernels'
+)
+@pytest.mark.parametrize(
+  'qk_norm', [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_attention_that_turns_has_the_same_bits(monkeypatch, qk_norm):
+  """A step of sequences that decode, by either way to its attention."""
+  model = dataclasses.replace(GQA, layers=1, qk_norm=qk_norm)
+  numerics = dataclasses.replace(FIXED, kernels='gpu_interpret')
+  params = params_lib.init(transformer.spec(model), jax.random.key(0))
+  n, found = 3, []
+  for turning in (False, True):
+    tuned = {'decode': {'fused': True, 'turning': turning}}
+    monkeypatch.setattr(dispatch, 'tuning', lambda _, tuned=tuned: tuned)
+    cache = transformer.init_cache(model, numerics, n + 1)
+    cache = jax.tree.map(lambda a: a + 7, cache)
+    table = 1 + np.arange(n, dtype=np.int32)[:, None]
+    step = jax.jit(
+      lambda *a: transformer.step(params, model, numerics, *a, alone=True)
+    )
+    some = cache, np.arange(n), np.asarray([5, 0, 63]), table
+    lowered = step.lower(*some)
+    found.append((lowered.compile()(*some), lowered.as_text()))
+  (one, before), (two, after) = found
+  assert before != after
+  for x, y in zip(*map(jax.tree.leaves, (one, two)), strict=True):
+    np.testing.assert_array_equal(x, y)

@@ -116,7 +116,7 @@ def test_values_and_gradients(name, heads):
 
 @needs_interpreter
 def test_gradients_of_absorbed():
-  """Rows of heads that fill no block of 32, in parts; segments, and padding."""
+  """Rows of heads that fill no block of 32, in parts and in two slices."""
   t, heads, sizes = 128, 3, dict(scale=0.05, width=512, block=64)
   q, k, _ = (x if x is None else x[0] for x in draw(t, (heads, *ABSORBED[1:])))
   starts, ends = ops.bounds(segments(t, 75, 30, align=8))
@@ -128,7 +128,7 @@ def test_gradients_of_absorbed():
     dots = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
     rows = starts, ends, log, dots, dout
     wants = reference.backward(q, k, None, *rows, **sizes)
-    more = dict(scale=0.05, parts=3, interpret=True)
+    more = dict(scale=0.05, parts=3, rows=256, interpret=True)
     return gpu_absorbed.backward(q, k, *rows, **more), wants[:2]
 
   for got, want in zip(*both(q, k, dout), strict=True):
@@ -289,28 +289,27 @@ def test_items_cover_what_is_seen(lengths, align):
   heads=st.sampled_from([1, 3]),
 )
 def test_items_of_absorbed_gradients(lengths, heads):
-  """Rows are heads of tokens; every pair that is seen is in one item."""
-  t, parts, block = 256, 3, gpu_absorbed.BLOCK
+  """A pair that is seen is in one item, and all ds that is read is written."""
+  t, parts, rows, block = 256, 3, 128, gpu_absorbed.BLOCK
   starts, ends = ops.bounds(segments(t, *lengths, align=8))
   low, high = (np.repeat(np.asarray(x), heads) for x in (starts, ends))
   place = np.arange(t)[None]
   seen = (place >= low[:, None]) & (place <= high[:, None])
-  counts = np.zeros(seen.shape, np.int32)
-  for item in np.asarray(gpu_absorbed.row_items(low, high)):
-    own = slice(item[0], item[0] + 64)
-    first, end, whole, after = item[2:] * block
-    counts[own, first:end] += 1
-    assert first <= whole <= after <= end
-    assert seen[own, whole:after].all()
-  assert (counts[seen] == 1).all() and counts.max() == 1
-  counts[:] = 0
-  for item in np.asarray(gpu_absorbed.key_items(starts, ends, heads, parts)):
-    own = slice(item[0], item[0] + 64)
-    first, end, whole, after = item[2:] * block
-    counts[first:end, own] += 1
-    assert first <= whole <= after <= end
-    assert seen[whole:after, own].all()
-  assert (counts[seen] == 1).all() and counts.max() == 1
+  written, read = (np.zeros(seen.shape, np.int32) for _ in range(2))
+  plan = jax.jit(gpu_absorbed.plan, static_argnums=(2, 3, 4))
+  for begin in range(0, t * heads, rows):
+    items, ranges = plan(starts, ends, heads, parts, rows, begin)
+    for item in np.asarray(items):
+      own = slice(item[0], item[0] + 64)
+      first, end, whole, after, least = item[2:] * block
+      written[first:end, own] += 1
+      assert least == begin and (begin <= first and end <= begin + rows)
+      assert first <= whole <= after <= end
+      assert seen[whole:after, own].all()
+    for row, _, first, end in np.asarray(ranges):
+      read[begin + row : begin + row + 64, first * 64 : end * 64] += 1
+  assert (written[seen] == 1).all() and written.max() == 1
+  assert (read[seen] == 1).all() and (read <= written).all()
 
 
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=8)
@@ -391,6 +390,15 @@ def test_lowers_for_cuda(shape):
     assert lowered(shape, gradient=True).count('mosaic_gpu') >= 2
 
 
+def test_memory_of_absorbed_gradients_is_bounded():
+  """Of 8192 x 64 rows, so many at a time that their ds take 1 GiB."""
+  text = lowered(
+    shapes.Shape('', 1, 8192, 64, 1, 576, 512, 64, True), None, True
+  )
+  assert 'tensor<8192x65536xbf16>' in text
+  assert 'tensor<8192x524288xbf16>' not in text
+
+
 def test_lowers_without_overlap():
   assert 'mosaic_gpu' in lowered(shapes.TRAINING[0], gpu.Tiles())
 
@@ -452,6 +460,16 @@ def test_tiles_that_cannot_be():
       **settings(GROUPED, implementation='gpu_interpret'),
       tiles=gpu.Tiles(stages=20),
     )
+
+
+def test_tiles_that_fit():
+  """Wide sums are of short blocks, and long segments take no turns."""
+  assert gpu_gradients.fitting(192, 128, 192) == gpu_gradients.Tiles(64, 3)
+  assert gpu_gradients.fitting(192, 128, 320) == gpu_gradients.Tiles(32, 4)
+  assert gpu_gradients.fitting(128, 128, 256) == gpu_gradients.Tiles(64, 4)
+  turns = lambda *a: gpu.fitting(*a[:3], False, False, a[3]).turns  # noqa: E731
+  assert turns(128, 128, 128, 4096) and not turns(128, 128, 128, 8192)
+  assert turns(192, 128, 64, 8192) and not turns(192, 128, 128, 8192)
 
 
 needs_gpu = pytest.mark.skipif(

@@ -58,7 +58,7 @@ def test_matmul_has_the_bits_of_one_group_and_of_any_rows():
   np.testing.assert_array_equal(grouped, whole)
 
 
-# Of 16 and of 8 lanes, the last vector of some only; padded to a warpgroup.
+# Of 32 and of 8 lanes, the last vector of some only; padded to a warpgroup.
 @pytest.mark.parametrize('depth', [640, 72, 76])
 @pytest.mark.parametrize('name', NAMES)
 def test_norm(name, depth):
@@ -102,7 +102,13 @@ def in_lanes(x, scale, epsilon, share, each):
 
 @pytest.mark.parametrize(
   'depth, dtype, share',
-  [(576, 'bfloat16', 8), (600, 'bfloat16', 16), (100, 'float32', 8)],
+  [
+    (128, 'bfloat16', 8),
+    (256, 'bfloat16', 16),
+    (600, 'bfloat16', 32),
+    (100, 'float32', 16),
+    (2048, 'bfloat16', 32),
+  ],
 )
 def test_norm_of_narrow_rows_adds_in_the_order_it_says(depth, dtype, share):
   x, scale = draw(9, depth).astype(dtype), draw(depth, seed=1)
@@ -111,6 +117,48 @@ def test_norm_of_narrow_rows_adds_in_the_order_it_says(depth, dtype, share):
   wide = [np.asarray(a, np.float32) for a in (x, scale[None, :])]
   want = in_lanes(*wide, 1e-6, share, 16 // x.dtype.itemsize)
   np.testing.assert_array_equal(got, jnp.asarray(want).astype(dtype))
+
+
+# By lanes, whole and with some that have no last vector, and by a warpgroup.
+@pytest.mark.parametrize(
+  'depth, dtype', [(128, 'bfloat16'), (576, 'bfloat16'), (100, 'float32')]
+)
+def test_a_sum_and_its_norm_have_the_bits_of_one_after_the_other(depth, dtype):
+  x, more = (draw(2, 9, depth, seed=i).astype(dtype) for i in (0, 2))
+  more = (more * 3e-3).at[0, 0].set(-x[0, 0])  # rounds, and a row of zeros
+  scale = draw(depth, seed=1).astype(jnp.float32)
+  total = (x.astype(jnp.float32) + more.astype(jnp.float32)).astype(dtype)
+  for name in ('reference', 'gpu_interpret'):
+    some = dict(epsilon=1e-5, implementation=name)
+    got = norm.add_rms_norm(x, more, scale, **some)
+    np.testing.assert_array_equal(got[0], total)
+    np.testing.assert_array_equal(got[1], norm.rms_norm(total, scale, **some))
+
+
+@needs_interpreter
+def test_a_sum_and_its_norm_by_a_warpgroup():
+  x, more, scale = draw(3, 76), draw(3, 76, seed=2), draw(76, seed=1)
+  got = norm.add_rms_norm(x, more, scale, implementation='gpu_interpret')
+  np.testing.assert_array_equal(got[0], x + more)
+  want = norm.rms_norm(x + more, scale, implementation='gpu_interpret')
+  np.testing.assert_array_equal(got[1], want)
+
+
+def test_gradients_of_a_sum_and_its_norm():
+  arrays = draw(5, 72), draw(5, 72, seed=3), draw(72, seed=1)
+  dy = draw(5, 72, seed=2), draw(5, 72, seed=4)
+
+  def ours(x, more, scale):
+    return norm.add_rms_norm(x, more, scale, implementation='gpu_interpret')
+
+  def apart(x, more, scale):
+    total = x + more
+    return total, norm.reference.rms_norm(total, scale, 1e-6)
+
+  wide = [a.astype(jnp.float32) for a in arrays]
+  want = jax.vjp(apart, *wide)[1](tuple(a.astype(jnp.float32) for a in dy))
+  for a, b in zip(jax.vjp(ours, *arrays)[1](dy), want, strict=True):
+    close(a, b)
 
 
 @pytest.mark.parametrize('depth', [s.depth for s in shapes.TRAINING])
@@ -134,6 +182,8 @@ def test_bad_input():
     norm.rms_norm(draw(4, 64), draw(32))
   with pytest.raises(ValueError, match='epsilon'):
     norm.rms_norm(draw(4, 64), draw(64), epsilon=-1.0)
+  with pytest.raises(ValueError, match='differ; they are added'):
+    norm.add_rms_norm(draw(4, 64), draw(3, 64), draw(64))
   with pytest.raises(ValueError, match='takes up to 16384'):
     norm.rms_norm(draw(4, 16512), draw(16512), implementation='gpu')
   x, scale = (
@@ -160,6 +210,13 @@ def test_on_the_device():
     np.testing.assert_array_equal(narrow[:64], want)
     some = norm.rms_norm(x_[5:], scale_, implementation='gpu')
     np.testing.assert_array_equal(some, narrow[5:])
+    parts = norm.add_rms_norm(
+      x_ - x_[::-1], x_[::-1], scale_, implementation='gpu'
+    )
+    total = norm.reference.add(x_ - x_[::-1], x_[::-1])
+    np.testing.assert_array_equal(parts[0], total)
+    want = norm.rms_norm(total, scale_, implementation='gpu')
+    np.testing.assert_array_equal(parts[1], want)
   for rows in (1, 8, 100):
     some = matmul.matmul(x[7 : 7 + rows], w, implementation='gpu')
     np.testing.assert_array_equal(some, whole[7 : 7 + rows])

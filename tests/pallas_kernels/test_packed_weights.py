@@ -1,5 +1,7 @@
 """Grouped matmul with weights of four and eight bits."""
 
+import hypothesis
+from hypothesis import strategies
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from pallas_kernels import grouped_matmul as ops
 from pallas_kernels import mosaic
 from pallas_kernels import quantize
+from pallas_kernels import warp
 from pallas_kernels.grouped_matmul import gpu_packed
 from pallas_kernels.grouped_matmul import packed
 from pallas_kernels.grouped_matmul import shapes
@@ -104,6 +107,41 @@ def test_kernel_unpacks_without_loss(draw):
   )
   want = [one[at] for one, at in zip(values(w), place, strict=True)]
   np.testing.assert_array_equal(got, np.asarray(want, np.float32))
+
+
+@hypothesis.settings(deadline=None, max_examples=15)
+@hypothesis.given(
+  sizes=strategies.lists(
+    strategies.sampled_from([0, 0, 0, 1, 7, 8, 9, 40]), min_size=1, max_size=384
+  ),
+  tile=strategies.sampled_from(gpu_packed.ROWS),
+)
+def test_warps_find_their_rows(sizes, tile):
+  """As a plan that was made before; past the last tile there is nothing."""
+  tiles = 128
+
+  def kernel(w, sizes, *found):
+    for place, value in zip(
+      found, gpu_packed._find(w, sizes, w.warp, tile), strict=True
+    ):
+      w.when(w.lane.equals(0), lambda r=place, v=value: w.store(r, w.warp, v))
+
+  found = warp.run(
+    kernel,
+    jnp.asarray(sizes, jnp.int32),
+    out=[jax.ShapeDtypeStruct((tiles,), jnp.int32)] * 3,
+    warpgroups=1,
+    blocks=tiles // 4,
+    interpret=True,
+  )
+  ends = np.cumsum(sizes)
+  want = [
+    (group, first, end)
+    for group, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    for first in range(end - size, end, tile)
+  ]
+  want += [(0, 0, 0)] * tiles
+  np.testing.assert_array_equal(np.stack(found, 1), want[:tiles])
 
 
 @pytest.mark.parametrize('tile', [16, 32])

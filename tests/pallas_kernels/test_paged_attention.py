@@ -165,6 +165,69 @@ def test_decode_as_tuned(monkeypatch):
   assert len(runs) == 1
 
 
+def check_turning(heads, groups, key, block, positions, name):
+  """Bits are those of turning, then `decode`; returns what was taken."""
+  rng, n, most = np.random.default_rng(1), len(positions), 3
+  some = lambda *size: jnp.asarray(rng.normal(size=size), jnp.bfloat16)  # noqa: E731
+  qkv = some(n, heads + 2 * groups, key)
+  pages = [some(n * most, block, groups, key) for _ in range(2)]
+  table = rng.permutation(n * most).reshape(n, most).astype(np.int32)
+  where = jnp.asarray(table), jnp.asarray(positions, jnp.int32)
+  angles = rng.normal(size=(n, 1, key // 2))
+  cos, sin = (  # of 16 bits, so that products are exact
+    np.asarray(jax.lax.reduce_precision(np.float32(f(angles)), 8, 15))
+    for f in (np.cos, np.sin)
+  )
+  turning = np.asarray(qkv[:, : heads + groups], np.float32)
+  a, b = turning[..., : key // 2], turning[..., key // 2 :]
+  turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  turned = jnp.asarray(turned, jnp.bfloat16)
+  some = dict(scale=0.1, implementation=name)
+  parts = turned[:, :heads], turned[:, heads:], qkv[:, heads + groups :]
+  want = ops.decode(*parts, *pages, *where, fused=True, **some)
+  turns = jnp.concatenate([cos[:, 0], sin[:, 0]], axis=1)
+  got = ops.decode_turning(qkv, turns, *pages, *where, **some)
+  for x, y in zip(got, want, strict=True):
+    np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+  return qkv, turns, *pages, *where
+
+
+@needs_interpreter
+def test_decode_that_turns(monkeypatch):
+  check_turning(4, 1, 128, 128, [127, 200], 'gpu_interpret')
+  taken = check_turning(6, 2, 64, 64, [100, -1, 63], 'gpu_interpret')
+  named = dict(implementation='gpu_interpret')
+  qkv, turns, k_pages, v_pages, table, positions = taken
+  asked = lambda v: ops.turns_itself(6, k_pages, v, table, **named)  # noqa: E731
+  assert not asked(v_pages)  # no tuning says that it is faster
+  tuned = {'decode': {'turning': True}}
+  monkeypatch.setattr(dispatch, 'tuning', lambda _: tuned)
+  assert asked(v_pages) and not asked(None)
+  assert not ops.turns_itself(6, k_pages, v_pages, table)  # on a CPU
+  rest = k_pages, v_pages, table, positions
+  with pytest.raises(ValueError, match='only the GPU kernel turns'):
+    ops.decode_turning(qkv, turns, *rest, scale=0.1)
+  with pytest.raises(ValueError, match=r'turns .* must be \[N, K\]'):
+    ops.decode_turning(qkv, turns[1:], *rest, scale=0.1, **named)
+
+
+@needs_interpreter
+def test_decode_that_turns_lowers_for_cuda():
+  some = lambda *size: jax.ShapeDtypeStruct(size, jnp.bfloat16)  # noqa: E731
+  whole = lambda *size: jax.ShapeDtypeStruct(size, jnp.int32)  # noqa: E731
+  n, h, g, key, block = 16, 9, 3, 64, 64
+  text = mosaic.lower(
+    lambda *a: gpu_decode.forward_turning(*a, scale=0.1),
+    some(n, h + 2 * g, key),
+    jax.ShapeDtypeStruct((n, key), jnp.float32),
+    *[some(99, block, g, key)] * 2,
+    whole(n, 3),
+    whole(n),
+  )
+  assert len(re.findall(r'custom_call @mosaic_gpu', text)) == 1
+  assert 'stablehlo.pad' not in text and 'stablehlo.concatenate' not in text
+
+
 @needs_interpreter
 def test_decode_lowers_for_cuda():
   some = lambda *size: jax.ShapeDtypeStruct(size, jnp.bfloat16)  # noqa: E731
@@ -294,6 +357,7 @@ def test_decode_on_the_device():
   for heads, groups, key, block in ((9, 3, 64, 64), (32, 4, 128, 128)):
     positions = rng.integers(-1, 4 * block, 64)
     check_decode(heads, groups, key, block, positions, 'gpu', True)
+    check_turning(heads, groups, key, block, positions % (3 * block), 'gpu')
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Rounding to eight and four bits, bit for bit against numpy."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,9 @@ import pytest
 
 from pallas_kernels import mosaic
 from pallas_kernels import quantize
+from pallas_kernels import warp
+from pallas_kernels.quantize import gpu
+from pallas_kernels.quantize import reference
 from pallas_kernels.quantize import shapes
 
 NAMES = ('reference', 'gpu_interpret', 'tpu_interpret')
@@ -23,6 +27,14 @@ def draw(rows, k, dtype=jnp.bfloat16, seed=0):
   x = rng.normal(size=(rows, k)) * np.exp(3 * rng.normal(size=(rows, 1)))
   x[1], x[2, :16], x[0, 3] = 0, 0, -0.0
   return jnp.asarray(x, dtype)
+
+
+def exact(rows=64, k=256):
+  """Rows whose greatest are all of bfloat16, with blocks at ties of E4M3."""
+  rng = np.random.default_rng(0)
+  x = rng.integers(128, 256, (rows, k)) * 2.0 ** rng.integers(-9, -7, (rows, k))
+  x[:, 0] = np.arange(128, 256, 128 // rows) / 64
+  return jnp.asarray(x, jnp.bfloat16)
 
 
 def e4m3(x):
@@ -103,6 +115,70 @@ def test_eight_bits(name):
   same_bits(quantize.fp8(x, implementation=name), by_hand_fp8(x))
 
 
+@pytest.mark.parametrize('name', NAMES[:2])
+def test_compiled_as_it_is_written(name):
+  """XLA folds constants, 6 * (x * c) to x * (6 c), where nothing keeps them."""
+  x = exact()
+  run = jax.jit(functools.partial(quantize.nvfp4, implementation=name))
+  same_bits(run(x), by_hand_nvfp4(x, True))
+
+
+def test_quotients_of_double_are_those_of_single():
+  """Of any bits that are normal, and of quotients as near to a middle as can be."""
+  rng = np.random.default_rng(1)
+  bits = rng.integers(0, 2**23, (2, 100_000), np.uint32)
+  bits |= rng.integers(127 - 60, 127 + 60, bits.shape, np.uint32) << 23
+  a, b = bits.view(np.float32)
+  # Above: a is the number next to b (q + half a place of q).
+  q = rng.integers(2**23, 2**24, 100_000).astype(np.float64)
+  near = (np.ldexp(q + 0.5, -23) * b.astype(np.float64)).astype(np.float32)
+  a, b = np.concatenate([a, near]), np.concatenate([b, b])
+  want = a / b
+  for run in (reference.in_double, reference.quotient):
+    np.testing.assert_array_equal(jax.jit(run)(a, b), want)
+
+
+FORMS = (quantize.nvfp4, quantize.mxfp8, quantize.fp8)
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_divisions_on_a_gpu_are_exact(form):
+  """XLA's of float32 are approximate there, and so is what LLVM narrows to them.
+
+  Each is of float64, of products with 3: of widened float32 LLVM makes float32
+  again. The kernel's are `div.rn`.
+  """
+  traced = jax.jit(lambda x: form(x, implementation='reference')).trace(
+    like(256, 512)
+  )
+  text = traced.lower(lowering_platforms=('cuda',)).as_text()
+  found = re.findall(r'stablehlo.divide (%\w+), (%\w+) : (\S+)', text)
+  assert len(found) == (1 if form is quantize.mxfp8 else 2)
+  for a, b, kind in found:
+    assert kind.endswith('xf64>')
+    for operand in (a, b):
+      assert f'{operand} = stablehlo.multiply ' in text
+  kernel = written(form)
+  assert set(re.findall(r'div\S*f32', kernel)) == {'div.rn.f32'}
+  assert 'approx' not in kernel
+
+
+def written(form):
+  """The kernel of lanes as PTX."""
+  rows, k = 256, 512
+  out = [(one.dtype, one.size) for one in jax.eval_shape(form, like(rows, k))]
+  kernel = {
+    'nvfp4': functools.partial(gpu._nvfp4, rows=rows, by_row=True),
+    'mxfp8': gpu._mxfp8,
+    'fp8': functools.partial(gpu._fp8, rows=rows, each=8),
+  }[form.__name__]
+  return warp.ptx(kernel, [(jnp.dtype(jnp.bfloat16), rows * k), *out], 1, 1)
+
+
+def like(rows, k):
+  return jax.ShapeDtypeStruct((rows, k), jnp.bfloat16)
+
+
 def test_every_tie_of_the_grid():
   # With the greatest 2688 and 6 of a block: t = 1, s = 1, and x / (s t) is x.
   middles = (GRID[1:] + GRID[:-1]) / 2
@@ -170,15 +246,12 @@ def test_bad_input():
 @pytest.mark.gpu
 @pytest.mark.skipif(mosaic.available() is not None, reason='needs a Hopper GPU')
 def test_on_the_device():
-  x = draw(300, 512)
-  for name in (
-    'gpu',
-    'reference',
-  ):  # XLA rewrites what it may, and more on a GPU
-
-    def run(form, name=name):
-      return jax.jit(functools.partial(form, implementation=name))(x)
-
-    same_bits(run(quantize.nvfp4), by_hand_nvfp4(x, True))
-    same_bits(run(quantize.mxfp8), by_hand_mxfp8(x))
-    same_bits(run(quantize.fp8), by_hand_fp8(x))
+  for x in (draw(300, 512), exact(128, 512)):
+    wanted = by_hand_nvfp4(x, True), by_hand_mxfp8(x), by_hand_fp8(x)
+    for name in (
+      'gpu',
+      'reference',
+    ):  # which XLA compiles, otherwise than for a CPU
+      for form, want in zip(FORMS, wanted, strict=True):
+        run = jax.jit(functools.partial(form, implementation=name))
+        same_bits(run(x), want)

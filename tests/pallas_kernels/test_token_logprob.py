@@ -184,6 +184,37 @@ def test_bits_depend_on_the_row_alone(t, rows, tiles):
   )
 
 
+@needs_interpreter
+def test_one_pass_has_the_bits_of_two():
+  """Logits and logprobs at once, and once more over what is kept."""
+  t, v = 70, 320
+  hidden, unembed, tokens, temperatures = draw(t, v)
+  hidden, unembed = (jnp.round(4 * a) / 4 for a in (hidden, unembed))
+  kept, inside = draw_kept(tokens, v)
+  name = {'implementation': 'gpu_interpret'}
+  found = ops.scored(hidden, unembed, temperatures, **name)
+  z = hidden.astype(jnp.float32) @ unembed.astype(jnp.float32)  # exact
+  np.testing.assert_array_equal(found.logits, z * (1 / temperatures)[:, None])
+  bits = jnp.packbits(inside, axis=1)
+  over = ops.renormalised(found, bits, **name)
+  for got, given in ((found, None), (over, kept)):
+    want = ops.token_logprob(
+      *(hidden, unembed, tokens, temperatures), kept=given, **name
+    )
+    np.testing.assert_array_equal(
+      np.stack([got.logprob(tokens), got.entropy]).view(np.int32),
+      np.stack(want).view(np.int32),
+    )
+  with pytest.raises(ValueError, match='40 bytes a row'):
+    ops.renormalised(found, bits[:, 1:], **name)
+
+
+@pytest.mark.parametrize('name', ['reference', 'tpu_interpret'])
+def test_others_give_no_logits(name):
+  hidden, unembed, _, temperatures = draw(3)
+  assert ops.scored(hidden, unembed, temperatures, implementation=name) is None
+
+
 @pytest.mark.parametrize(
   ('shape', 'kept'),
   [
@@ -201,6 +232,25 @@ def test_lowers_for_cuda(shape, kept):
     jax.ShapeDtypeStruct((t,), jnp.int32),
     jax.ShapeDtypeStruct((t,), jnp.float32),
     jax.ShapeDtypeStruct((t, -(-v // 32)), jnp.uint32) if kept else None,
+  )
+  assert text.count('mosaic_gpu') >= 2
+
+
+@pytest.mark.parametrize('tokens', [16, 256])
+def test_one_pass_lowers_for_cuda(tokens):
+  shape = shapes.DECODING[0]
+  d, v = shape.depth, shape.vocabulary
+  text = mosaic.lower(
+    gpu.scored,
+    jax.ShapeDtypeStruct((tokens, d), jnp.bfloat16),
+    jax.ShapeDtypeStruct((d, v), jnp.bfloat16),
+    jax.ShapeDtypeStruct((tokens,), jnp.float32),
+  )
+  assert text.count('mosaic_gpu') >= 2
+  text = mosaic.lower(
+    gpu.renormalised,
+    jax.ShapeDtypeStruct((tokens, v), jnp.float32),
+    jax.ShapeDtypeStruct((tokens, -(-v // 32)), jnp.uint32),
   )
   assert text.count('mosaic_gpu') >= 2
 
@@ -286,3 +336,25 @@ def test_kept_ids_on_the_device():
   )
   whole = np.stack(ops.token_logprob(*arguments))
   np.testing.assert_array_equal(found[:, 2::3], whole[:, 2::3])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(mosaic.available() is not None, reason='needs a Hopper GPU')
+@pytest.mark.parametrize('t', [16, 64, 200])
+def test_one_pass_on_the_device(t):
+  rng = np.random.default_rng(t)
+  d, v = 2048, 151936
+  hidden = jnp.asarray(rng.normal(size=(t, d)), jnp.bfloat16)
+  unembed = jnp.asarray(rng.normal(size=(d, v)) * 2 / d**0.5, jnp.bfloat16)
+  tokens = jnp.asarray(rng.integers(0, v, t), jnp.int32)
+  temperatures = jnp.asarray(rng.uniform(0.3, 2, t), jnp.float32)
+  arguments = hidden, unembed, tokens, temperatures
+  kept, inside = draw_kept(tokens, v)
+  found = ops.scored(hidden, unembed, temperatures)
+  over = ops.renormalised(found, jnp.packbits(inside, axis=1))
+  for got, given in ((found, None), (over, kept)):
+    want = ops.token_logprob(*arguments, kept=given)
+    np.testing.assert_array_equal(
+      np.stack([got.logprob(tokens), got.entropy]).view(np.int32),
+      np.stack(want).view(np.int32),
+    )

@@ -8,15 +8,15 @@ import pytest
 from pallas_kernels import warp
 
 
-def run(kernel, *inputs, size=64, dtype=jnp.uint32, scratch=0):
+def run(kernel, *inputs, size=64, dtype=jnp.uint32, blocks=1, **memory):
   (out,) = warp.run(
     kernel,
     *inputs,
     out=[jax.ShapeDtypeStruct((size,), dtype)],
     warpgroups=1,
-    blocks=1,
-    scratch=scratch,
+    blocks=blocks,
     interpret=True,
+    **memory,
   )
   return np.asarray(out)
 
@@ -50,6 +50,31 @@ def test_scratch_is_of_a_warp():
   np.testing.assert_array_equal(
     run(kernel, scratch=32), np.concatenate([lane, 100 + lane])
   )
+
+
+def from_the_next(w, out, memory, wait=True):
+  """Each warp writes what the one before it in its block reads."""
+  w.store(memory, w.own * 32 + w.lane, w.warp * 100 + w.lane)
+  if wait:
+    w.sync_block()
+  value = w.load(memory, (w.own + 1) % 4 * 32 + w.lane)
+  w.store(out, w.warp * 32 + w.lane, value)
+
+
+def test_warps_of_a_block_share_memory():
+  found = run(from_the_next, size=256, blocks=2, block_scratch=128)
+  want = np.arange(8) // 4 * 4 + (np.arange(8) + 1) % 4
+  np.testing.assert_array_equal(
+    found.reshape(8, 32), want[:, None] * 100 + np.arange(32)[None, :]
+  )
+  with pytest.raises(Exception, match=r'is of warps 3 and \{0\} at once'):
+    run(
+      lambda *refs: from_the_next(*refs, wait=False),
+      size=128,
+      block_scratch=128,
+    )
+  with pytest.raises(Exception, match='not all warps of a block wait'):
+    run(lambda w, out: w.when(w.own < 2, lambda: w.sync_block()))
 
 
 def test_what_is_not_written_shows():

@@ -231,6 +231,8 @@ def test_bad_completions_are_refused_and_leave_nothing(changes, message):
 
 def test_bad_temperature_and_empty_context():
   answer = completion([5], [6], 1)
+  with pytest.raises(BadCompletion, match='1e-09; it must be 0,.* least 1e-06'):
+    Recorder(L, K).record([5], answer, 1e-9)
   with pytest.raises(BadCompletion, match='temperature is nan'):
     Recorder(L, K).record([5], answer, float('nan'))
   with pytest.raises(BadCompletion, match='P >= 1'):

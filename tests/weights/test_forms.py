@@ -63,6 +63,17 @@ def test_nvfp4_is_that_of_ml_dtypes(axis):
   assert 0 < error.max() <= np.abs(x).astype(np.float32).max() / 6
 
 
+def test_scales_at_ties_are_rounded_step_by_step():
+  """Every greatest number of bfloat16: 6 * (a * c) is not always a * (6 c)."""
+  rng = np.random.default_rng(0)
+  size = 64, 256, 1
+  x = rng.integers(128, 256, size) * 2.0 ** rng.integers(-9, -7, size)
+  x[:, 0, 0] = np.arange(128, 256, 2) / 64
+  x = jnp.asarray(x, jnp.bfloat16)
+  got = forms.dequantise(*forms.quantise(x, -2), -2)
+  np.testing.assert_array_equal(got, _oracle(x, -2))
+
+
 def test_every_code_and_every_tie():
   middles = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
   values = np.array([*forms.GRID, *middles], np.float32)

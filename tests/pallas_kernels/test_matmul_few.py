@@ -1,0 +1,209 @@
+"""The dense kernel of few rows: exact sums, the bits of the general one."""
+
+import json
+
+import hypothesis
+from hypothesis import strategies as st
+from implementations import needs_interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels import grouped_matmul
+from pallas_kernels import matmul
+from pallas_kernels import mosaic
+from pallas_kernels.grouped_matmul import gpu
+from pallas_kernels.grouped_matmul import gpu_few
+
+# All of K asked for at once, or a ring; K that ends within a stage.
+TILES = (
+  gpu_few.Few(),
+  gpu_few.Few(columns=16, depth=16, stages=3),
+  gpu_few.Few(columns=32, depth=96, stages=2),
+  gpu_few.Few(columns=64, depth=128, stages=2),
+)
+K, N = 320, 64
+
+
+def draw(*shape, seed=0):
+  """bfloat16, of which sums of products are exact in float32."""
+  rng = np.random.default_rng(seed)
+  return jnp.round(4 * jnp.asarray(rng.normal(size=shape), jnp.bfloat16)) / 4
+
+
+def bits(array):
+  return np.asarray(array).view(f'uint{8 * array.dtype.itemsize}')
+
+
+@needs_interpreter
+@hypothesis.settings(
+  max_examples=4,
+  deadline=None,
+  derandomize=True,
+  phases=[hypothesis.Phase.generate],
+)
+@hypothesis.given(
+  rows=st.integers(1, 140),
+  tiles=st.sampled_from(TILES),
+  dtype=st.sampled_from([jnp.bfloat16, jnp.float32]),
+  seed=st.integers(0, 9),
+)
+def test_sums_are_exact(rows, tiles, dtype, seed):
+  # The order of the tensor core is tested on the device.
+  x, w = draw(rows, K, seed=seed), draw(K, N, seed=10 + seed)
+  got = gpu_few.matmul(x, w[None], tiles=tiles, out_dtype=dtype, interpret=True)
+  want = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+  want = jnp.asarray(want, jnp.float32).astype(dtype)
+  np.testing.assert_array_equal(bits(got), bits(want))
+
+
+@needs_interpreter
+def test_gated_bits_are_those_of_the_general_kernel():
+  x, w = draw(16, K), draw(1, K, 2, N, seed=1)
+  found = [
+    grouped_matmul.grouped_matmul(
+      x,
+      w,
+      jnp.asarray([16]),
+      gated=True,
+      implementation='gpu_interpret',
+      tiles=tiles,
+    )
+    for tiles in (
+      gpu.Tiles(consumers=1, columns=128, stages=2),
+      TILES[0],
+      TILES[3],
+    )
+  ]
+  np.testing.assert_array_equal(*map(bits, found[:2]))
+  np.testing.assert_array_equal(*map(bits, found[1:]))
+
+
+def test_the_tunings_say_where_it_is_taken(monkeypatch):
+  table = {
+    'few': dict(depth=128),
+    'few gated': dict(columns=16),
+    'few gated 128 64': dict(columns=64, most=8),
+    'few 64 64': dict(columns=64, most=8),
+  }
+  monkeypatch.setattr(
+    dispatch, 'tuning', lambda name: table if name == 'matmul' else {}
+  )
+
+  def tuned(rows, k, gated=False, groups=1, transpose=False):
+    x = jax.ShapeDtypeStruct((rows, k), jnp.bfloat16)
+    w = (groups, k, 2, 64) if gated else (groups, k, 64)
+    w = jax.ShapeDtypeStruct(w, jnp.bfloat16)
+    return grouped_matmul._tuned_few(x, w, transpose, gated)
+
+  assert tuned(64, 128) == gpu_few.Few(depth=128)
+  assert tuned(64, 192, gated=True) == gpu_few.Few(columns=16)
+  assert tuned(8, 64) == tuned(8, 64, gated=True) == gpu_few.Few(64, most=8)
+  assert tuned(8, 128, gated=True) == gpu_few.Few(64, most=8)
+  assert tuned(9, 128, gated=True) is None
+  assert tuned(65, 128) is tuned(8, 128, groups=2) is None
+  assert tuned(0, 128) is tuned(8, 128, transpose=True) is None
+  monkeypatch.setattr(dispatch, 'tuning', lambda name: {})
+  assert tuned(8, 128) is None
+
+
+def test_tunings_can_be():
+  for path in dispatch.TUNINGS.glob('*.json'):
+    for key, values in json.loads(path.read_text())['matmul'].items():
+      gpu_few.Few(**values)
+      words = [word for word in key.split() if word != 'gated']
+      assert words[0] == 'few' and len(words) in (1, 3)
+
+
+def test_a_tuned_product_takes_it(monkeypatch):
+  seen = []
+  monkeypatch.setattr(dispatch, 'tuning', lambda name: {'few': {}})
+  monkeypatch.setattr(
+    gpu_few,
+    'matmul',
+    lambda x, w, **more: seen.append(more) or jnp.zeros((4, N), jnp.float32),
+  )
+  x, w = draw(4, K), draw(K, N)
+  matmul.matmul(x, w, implementation='gpu_interpret')
+  grouped_matmul.product(x, w, 'gpu_interpret')
+  grouped_matmul.grouped_matmul(
+    x,
+    jnp.stack([w, w], axis=1)[None],
+    jnp.asarray([4]),
+    gated=True,
+    implementation='gpu_interpret',
+  )
+  assert [one['tiles'] for one in seen] == [gpu_few.Few()] * 3
+  assert seen[1]['out_dtype'] == jnp.float32 and seen[2]['gated']
+
+
+# The widths of SmolLM2 and of Qwen3; few rows are padded, many are of tiles.
+@pytest.mark.parametrize('gated', [False, True])
+@pytest.mark.parametrize(
+  ('rows', 'k', 'n'), [(1, 576, 960), (256, 1536, 576), (64, 4096, 2048)]
+)
+def test_lowers_for_cuda(rows, k, n, gated):
+  text = mosaic.lower(
+    lambda x, w: [
+      gpu_few.matmul(x, w, gated=gated, tiles=tiles) for tiles in TILES
+    ],
+    jax.ShapeDtypeStruct((rows, k), jnp.bfloat16),
+    jax.ShapeDtypeStruct((1, k, 2, n) if gated else (1, k, n), jnp.bfloat16),
+  )
+  assert text.count('@mosaic_gpu_v2') == len(TILES)
+
+
+def test_stages_fit_into_shared_memory():
+  wide = gpu_few.Few(columns=64, depth=256, stages=99)
+  work = gpu_few.Work(wide, 64, 8192, 64, gated=True, size=4)
+  assert work.stages == 2
+  gpu_few._scratch(work, jnp.bfloat16, jnp.float32)  # or it raises
+  assert gpu_few.Work(gpu_few.Few(), 64, 576, 64, gated=False).stages == 9
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    (dict(columns=128), 'columns=128'),
+    (dict(columns=64, depth=96), 'depth=96'),
+    (dict(depth=512), 'depth=512'),
+    (dict(stages=1), 'stages=1'),
+  ],
+)
+def test_tiles_that_cannot_be(change, message):
+  with pytest.raises(ValueError, match=message):
+    gpu_few.Few(**change)
+
+
+def test_what_it_does_not_take():
+  x, w = draw(8, K), draw(2, K, N)
+  few = gpu_few.Few()
+  with pytest.raises(ValueError, match='one group, not transposed'):
+    gpu_few.matmul(x, w, tiles=few)
+  with pytest.raises(ValueError, match='transpose=True'):
+    gpu_few.matmul(x, draw(1, N, K), tiles=few, transpose=True)
+  with pytest.raises(ValueError, match='float32'):
+    gpu_few.matmul(x.astype(jnp.float32), w[:1].astype(jnp.float32), tiles=few)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(mosaic.available() is not None, reason='needs a Hopper GPU')
+@pytest.mark.parametrize('gated', [False, True])
+@pytest.mark.parametrize(('k', 'n'), [(576, 960), (1536, 576)])
+def test_on_the_device(k, n, gated):
+  """The bits of the general kernel, of values whose sums are not exact."""
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=(256, k)), jnp.bfloat16)
+  w = (1, k, 2, n) if gated else (1, k, n)
+  w = jnp.asarray(rng.normal(size=w) / 16, jnp.bfloat16)
+  whole = gpu.grouped_matmul(
+    x, w, jnp.asarray([256]), tiles=gpu.Tiles(), gated=gated
+  )
+  for tiles in TILES:
+    for first, rows in ((0, 256), (3, 1), (7, 64), (9, 100)):
+      some = gpu_few.matmul(
+        x[first : first + rows], w, tiles=tiles, gated=gated
+      )
+      np.testing.assert_array_equal(bits(some), bits(whole[first:][:rows]))
