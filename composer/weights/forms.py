@@ -30,10 +30,11 @@ nvfp4   the matrices of routed experts (`gate_up` and `down` below `moe`) in fou
         Divisions are IEEE (an approximate one diverges, as Cursor's report says of
         NVFP4), which XLA's are not on NVIDIA; those of `quantize/reference.py` are.
         Where s is 0 the block is 0. gate and up share t. `value` is exactly what
-        both sides compute with. The grid of E2M1 is 0, 0.5, 1, 1.5, 2, 3, 4, 6; 448 is the
-        largest E4M3. Numbers per block, the two levels of scales and the packing
-        are those of NVFP4 (arXiv 2509.25149). Of weights the granularity of the
-        outer scale is not published by Cursor; a matrix is our choice.
+        both sides compute with. The grid of E2M1 is 0, 0.5, 1, 1.5, 2, 3, 4, 6;
+        448 is the largest E4M3. Numbers per block, the two levels of scales and
+        the packing are those of NVFP4 (arXiv 2509.25149). Of weights the
+        granularity of the outer scale is not published by Cursor; a matrix is our
+        choice.
 
 A matrix whose contracted axis is no multiple of 16 stays bf16.
 """

@@ -124,7 +124,10 @@ def weight_gradient(
 def product(
   x: jax.Array, w: jax.Array, chosen: str, transpose: bool = False
 ) -> jax.Array:
-  """float32 [M, N] = x [M, K] @ w [K, N]: one group, by the kernel `chosen`."""
+  """float32 x [M, K] @ w [K, N], one group, by the kernel `chosen`.
+
+  With `transpose` w is [N, K].
+  """
   rows = jnp.full((1,), x.shape[0], jnp.int32)
   _check(x, w[None], rows, transpose)
   more = dict(

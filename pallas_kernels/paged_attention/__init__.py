@@ -11,8 +11,8 @@ bits are those that training computes for it, and depend neither on the pages
 used, nor on how a prefill is cut, nor on the other sequences.
 
 `decode` is a step of decoding: it writes the newest key and value of each sequence
-first, into the pages that it gives back. `decode_turning` takes queries and keys that
-are not turned by their positions yet.
+first, into the pages that it gives back. `decode_turning` takes queries and keys
+that are not turned by their positions yet.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Each block of threads has one sequence and one head of keys: a warpgroup loads the
 queries that share the head, the key and value of the newest token (XLA lays them
-side by side while it computes them), and the pages so far. The newest key and value go to their place in the last page, and at once
-into the copy of it that is attended with. So a step of decoding is one launch
+side by side while it computes them), and the pages so far. The newest key and
+value go to their place in the last page, and at once into the copy of it that is
+attended with. So a step of decoding is one launch
 where writing, padding, attending and cutting were five, each of which takes a GPU
 longer to start than a short context to read.
 

@@ -111,7 +111,7 @@ def test_the_tunings_say_where_it_is_taken(monkeypatch):
 
 def test_tunings_can_be():
   for path in dispatch.TUNINGS.glob('*.json'):
-    for key, values in json.loads(path.read_text())['matmul'].items():
+    for key, values in json.loads(path.read_text()).get('matmul', {}).items():
       gpu_few.Few(**values)
       words = [word for word in key.split() if word != 'gated']
       assert words[0] == 'few' and len(words) in (1, 3)
