@@ -69,7 +69,7 @@ def project(
   """Queries [R, H, K] and keys, values [R, G, K] of rows x [R, D].
 
   cos, sin [R, K / 2] are the rotary factors of the rows' positions. `form` is
-  that of latent attention, whose shapes `mla.project` gives.
+  that of latent attention, whose shapes `mla.project_normed` gives.
   """
   y = layers.rms_norm(x, p['norm'], config.norm_eps, ops)
   return project_normed(p, config, form, y, cos, sin, ops)
@@ -127,8 +127,8 @@ def of_heads(
   ops: Operations = operations.PLAIN,
 ) -> Array:
   """What `combine_heads` adds, [R, D]."""
-  if config.kv_lora:
-    return mla.of_heads(p, config, form, heads, ops)
+  if config.kv_lora and form == 'absorbed':
+    heads = mla.unabsorb(p, config, heads, ops)
   d = p['out'].shape[-1]
   flat = heads.reshape(heads.shape[0], -1)
   return operations.matmul(ops, flat, p['out'].reshape(-1, d))

@@ -160,26 +160,6 @@ def absorb(
   return jnp.concatenate([over, q[..., nope:]], axis=-1)
 
 
-def project(
-  p: Any,
-  config: ModelConfig,
-  form: str,
-  x: Array,
-  cos: Array,
-  sin: Array,
-  ops: Operations = operations.PLAIN,
-) -> tuple[Array, Array, Array | None]:
-  """Queries, keys and values of rows x [R, D], in one of `FORMS`.
-
-  Returns:
-    expanded: [R, H, nope + rope] twice, and [R, H, value].
-    absorbed: [R, H, C + rope], [R, 1, C + rope], and None: the values are the
-      first C numbers of the keys.
-  """
-  y = layers.rms_norm(x, p['norm'], config.norm_eps, ops)
-  return project_normed(p, config, form, y, cos, sin, ops)
-
-
 def project_normed(
   p: Any,
   config: ModelConfig,
@@ -189,7 +169,13 @@ def project_normed(
   sin: Array,
   ops: Operations = operations.PLAIN,
 ) -> tuple[Array, Array, Array | None]:
-  """`project` of rows y [R, D] that have been through the layer's norm."""
+  """Queries, keys and values of rows y [R, D] that are normed, in one of `FORMS`.
+
+  Returns:
+    expanded: [R, H, nope + rope] twice, and [R, H, value].
+    absorbed: [R, H, C + rope], [R, 1, C + rope], and None: the values are the
+      first C numbers of the keys.
+  """
   q = queries(p, config, y, cos, sin, ops)
   latent = latents(p, config, y, cos, sin, ops)
   if form == 'absorbed':
@@ -197,29 +183,9 @@ def project_normed(
   return q, *expand(p, config, latent, ops)
 
 
-def combine_heads(
-  p: Any,
-  config: ModelConfig,
-  form: str,
-  x: Array,
-  heads: Array,
-  ops: Operations = operations.PLAIN,
+def unabsorb(
+  p: Any, config: ModelConfig, heads: Array, ops: Operations = operations.PLAIN
 ) -> Array:
-  """x + heads W_o; x [R, D], heads [R, H, value] or, absorbed, [R, H, C]."""
-  return operations.add(ops, x, of_heads(p, config, form, heads, ops))
-
-
-def of_heads(
-  p: Any,
-  config: ModelConfig,
-  form: str,
-  heads: Array,
-  ops: Operations = operations.PLAIN,
-) -> Array:
-  """What `combine_heads` adds, [R, D]."""
-  if form == 'absorbed':
-    up = p['kv_up'][..., config.nope_dim :]
-    heads = operations.per_head(ops, heads, jnp.swapaxes(up, 0, 1))
-  d = p['out'].shape[-1]
-  flat = heads.reshape(heads.shape[0], -1)
-  return operations.matmul(ops, flat, p['out'].reshape(-1, d))
+  """Values [R, H, value] of absorbed heads [R, H, C]."""
+  up = p['kv_up'][..., config.nope_dim :]
+  return operations.per_head(ops, heads, jnp.swapaxes(up, 0, 1))

@@ -107,7 +107,7 @@ def wide(tree):
 
 def packed(p, model, form, x):
   cos, sin = map(jnp.asarray, layers.rope_table(model, T))
-  qkv = mla.project(p, model, form, x, cos, sin)
+  qkv = attention.project(p, model, form, x, cos, sin)
   one = jax.tree.map(lambda a: a[None], qkv)
   heads = attention.dense(
     *one,
@@ -116,12 +116,12 @@ def packed(p, model, form, x):
     divisor=mla.divisor(model),
     width=attention.width(model, form),
   )
-  return mla.combine_heads(p, model, form, x, heads[0])
+  return attention.combine_heads(p, model, form, x, heads[0])
 
 
 def paged(p, model, form, x):
   cos, sin = map(jnp.asarray, layers.rope_table(model, T))
-  q, *kv = mla.project(p, model, form, x, cos, sin)
+  q, *kv = attention.project(p, model, form, x, cos, sin)
   pages = -(-T // BLOCK)
   order = np.random.default_rng(0).permutation(pages)
 
@@ -138,7 +138,7 @@ def paged(p, model, form, x):
     divisor=mla.divisor(model),
     width=attention.width(model, form),
   )
-  return mla.combine_heads(p, model, form, x, heads)
+  return attention.combine_heads(p, model, form, x, heads)
 
 
 RUNS = {'packed': packed, 'paged': paged}
