@@ -369,6 +369,7 @@ def _norm(shape: norm_shapes.Shape) -> Trial:
     from pallas_kernels.norm import gpu
 
     if shape.depth <= gpu.NARROW:
+      others['lanes'] = lambda *a: gpu.by_lanes(*a, EPSILON)
       others['a warpgroup'] = lambda *a: gpu.by_warpgroup(*a, EPSILON)
   return Trial(draw, run, {}, others, some)
 

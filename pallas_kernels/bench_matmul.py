@@ -233,6 +233,7 @@ def _cuts(sizes: np.ndarray) -> dict[str, tuple[Any, Any, Callable]]:
   if dispatch.platform() != 'gpu':
     return {}
   from pallas_kernels.grouped_matmul import gpu
+  from pallas_kernels.grouped_matmul import gpu_few
 
   rng = np.random.default_rng(2)
   owner = np.repeat(np.arange(len(sizes)), sizes)
@@ -240,6 +241,7 @@ def _cuts(sizes: np.ndarray) -> dict[str, tuple[Any, Any, Callable]]:
   for rows, tiles in (
     (1, gpu.Tiles()),
     (8, gpu.Tiles(consumers=1, columns=64, depth=128)),
+    (8, gpu_few.Few(rows=8)),
     (len(owner) // 3 + 1, gpu.Tiles(rows=128, columns=128, stages=3, slots=1)),
     (len(owner), gpu.Tiles(stages=3, panel=3)),
   ):

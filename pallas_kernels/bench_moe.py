@@ -126,12 +126,17 @@ def _combine(out, places, gates):
 
 
 def _by_kernels(x, logits, bias, gate_up, down, router):
-  routed = route.route(logits, bias, router)
-  order = route.order(routed.experts, down.shape[0])
-  rows = x[order.slots // router.k]
-  hidden = grouped_matmul.grouped_matmul(rows, gate_up, order.sizes, gated=True)
-  out = grouped_matmul.grouped_matmul(hidden, down, order.sizes)
-  return _combine(out, order.places, routed.gates), *routed[:2]
+  """By one launch to the experts where there are few rows, as a model does."""
+  sent = route.send(x, logits, bias, router)
+  if sent is None:
+    routed = route.route(logits, bias, router)
+    order = route.order(routed.experts, down.shape[0])
+    rows = x[order.slots // router.k]
+    sent = route.Sent(*routed[:2], rows, order.places, order.sizes)
+  sizes = sent.groups
+  hidden = grouped_matmul.grouped_matmul(sent.rows, gate_up, sizes, gated=True)
+  out = grouped_matmul.grouped_matmul(hidden, down, sizes)
+  return _combine(out, sent.places, sent.gates), sent.experts, sent.gates
 
 
 def _by_xla(x, logits, bias, gate_up, down, router):

@@ -15,6 +15,11 @@ import warnings
 
 import jax
 
+# What jax has compiled it finds again under the settings that it was compiled with,
+# and this import adds one (since jax 0.11). Where it came later, with the first
+# kernel that is traced, all programs until then would be compiled a second time.
+import jax.experimental.pallas.tpu  # noqa: F401
+
 # The interpreted ones run the kernels' code on CPU, for tests.
 NAMES = ('reference', 'gpu', 'tpu', 'gpu_interpret', 'tpu_interpret')
 TUNINGS = pathlib.Path(__file__).parent / 'tunings'

@@ -290,6 +290,10 @@ class Ptx:
   def exp(self, a: Value) -> Value:
     return self.emit('ex2.approx.ftz.f32', 'f32', (a * LOG2_E).raw)
 
+  def log(self, a: Value) -> Value:
+    """Natural; between 0.5 and 2 within 2e-7, elsewhere to some 2e-7 of it."""
+    return self.emit('lg2.approx.ftz.f32', 'f32', a.raw) * (1 / LOG2_E)
+
   def root(self, a: Value) -> Value:
     """Square root, rounded as IEEE 754 has it."""
     return self.emit('sqrt.rn.f32', 'f32', a.raw)
@@ -529,14 +533,13 @@ def run(
   words = 4 * warpgroups * scratch or block_scratch
 
   def body(*refs):
-    arrays = [(jnp.dtype(ref.dtype), math.prod(ref.shape)) for ref in refs]
-    text = ptx(kernel, arrays, warpgroups, blocks, scratch, block_scratch)
-
-    def inline(ctx, *memory):
-      del ctx
-      _inline(text, memory, bool(words))
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(inline)(*refs)
+    inside(
+      *(kernel, *refs),
+      warpgroups=warpgroups,
+      blocks=blocks,
+      scratch=scratch,
+      block_scratch=block_scratch,
+    )
 
   return plgpu.kernel(
     body,
@@ -550,6 +553,32 @@ def run(
       lowering_semantics=plgpu.LoweringSemantics.Lane
     ),
   )(*inputs)
+
+
+def inside(
+  kernel: Callable[..., None],
+  *refs: Any,
+  warpgroups: int,
+  blocks: int,
+  scratch: int = 0,
+  block_scratch: int = 0,
+) -> None:
+  """Lanes within a kernel of Mosaic GPU, of all warps of its blocks.
+
+  Args:
+    kernel: `kernel(w, *refs)`.
+    refs: references in that kernel; the last one is in shared memory, of 32 bits,
+      where there is `scratch` or `block_scratch`.
+    (others): see `run`.
+  """
+  arrays = [(jnp.dtype(ref.dtype), math.prod(ref.shape)) for ref in refs]
+  text = ptx(kernel, arrays, warpgroups, blocks, scratch, block_scratch)
+
+  def inline(ctx, *memory):
+    del ctx
+    _inline(text, memory, bool(scratch or block_scratch))
+
+  plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(inline)(*refs)
 
 
 def ptx(

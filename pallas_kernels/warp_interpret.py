@@ -169,6 +169,10 @@ class Lanes:
     with np.errstate(all='ignore'):
       return self._value('f32', np.exp2(a.raw * np.float32(warp.LOG2_E)))
 
+  def log(self, a: Value) -> Value:
+    with np.errstate(all='ignore'):
+      return self._value('f32', np.log2(a.raw)) * (1 / warp.LOG2_E)
+
   def root(self, a: Value) -> Value:
     with np.errstate(all='ignore'):
       return self._value('f32', np.sqrt(a.raw))

@@ -10,7 +10,8 @@ with its own weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -53,6 +54,8 @@ class Measured:
   `replay` and `no_replay` have the differences of `audit.differences`, and
   `route_flip_rate`: the share of token-layers that the trainer would have routed
   differently, and that it did route differently. `engine` are counts of its work.
+  `seconds` says what the measurement took, by part; those of compiling lie within
+  the others.
   """
 
   replay: dict[str, float]
@@ -61,6 +64,7 @@ class Measured:
   trainer_tokens_per_s: float
   trainer_replay_tokens_per_s: float
   engine: dict[str, float]
+  seconds: dict[str, float]
 
 
 def measure(
@@ -98,47 +102,67 @@ def measure_plans(
   timed: tuple[config_lib.EngineConfig, Sequence[inputs.Plan]] | None = None,
   report: Callable[[dict[str, Measured]], None] = lambda found: None,
   sides: dict[str, Side] | None = None,
-  wait: Callable[[str], None] = lambda name: None,
+  wait: Callable[[str], Any] = lambda name: None,
 ) -> dict[str, Measured]:
   """`measure` of whole sessions, those of a wave at once.
 
-  The engine's rate is that of the sessions, or of another engine and batch
-  (`timed`), where the first is short of pages on purpose. `report` gets what is
-  found after every mode. `sides` and `wait` are of what is compiled already.
+  The engine's rate is that of the sessions, or of another batch and perhaps
+  another engine (`timed`), where the first is short of pages on purpose. `report`
+  gets what is found after every mode. `sides` are made already; `wait` gives what
+  is: a warm engine, and the trainer's functions compiled.
   """
-  found = {}
+  found: dict[str, Measured] = {}
   sides = sides or _sides(experiment, modes)
   for mode in modes:
-    changed, step = sides[mode]
-    wait(f'{mode} engine')
-    segments, stats, seconds = _sample(changed, params, plans, waves)
-    sampled = sum(plan.sampled for plan in plans)
-    rate = sampled / seconds
-    if timed is not None:
-      config, batch = timed
-      roomy = dataclasses.replace(changed, engine=config)
-      _, _, seconds = _sample(roomy, params, batch, [slice(0, len(batch))])
-      rate = sum(plan.sampled for plan in batch) / seconds
-    wait(f'{mode} score')
-    replay, no_replay = _compare(changed, step, params, segments)
-    wait(f'{mode} gradient')
-    rates = _trainer_rates(changed, step, params)
-    found[mode] = Measured(
-      replay=replay,
-      no_replay=no_replay,
-      engine_tokens_per_s=rate,
-      trainer_tokens_per_s=rates[False],
-      trainer_replay_tokens_per_s=rates[True],
-      engine={
-        'sampled': sampled,
-        'steps': stats.steps,
-        'rows a step': stats.rows / max(stats.steps, 1),
-        'prompt tokens reused': stats.reused,
-        'preempted': stats.preempted,
-      },
-    )
+    ready = {
+      what: wait(f'{mode} {what}') for what in ('score', 'gradient', 'engine')
+    }
+    found[mode] = _measured(sides[mode], params, plans, waves, timed, ready)
     report(found)
   return found
+
+
+def _measured(side, params, plans, waves, timed, ready) -> Measured:
+  """One mode."""
+  experiment, step = side
+  engine = ready.pop('engine')
+  compiled = {name: value for name, value in ready.items() if value is not None}
+  step = dataclasses.replace(step, **compiled)
+  spent: dict[str, float] = {}
+  with compile_lib.compilations() as compiling:
+    segments, stats, rate = _engine_side(
+      experiment, params, plans, waves, timed, engine, spent
+    )
+    with _clock(spent, 'scores'):
+      replay, no_replay = _compare(experiment, step, params, segments)
+    with _clock(spent, 'gradients'):
+      rates = _trainer_rates(experiment, step, params)
+  spent['compiling'] = sum(compiling)
+  rows = experiment.engine.rows
+  return Measured(
+    replay=replay,
+    no_replay=no_replay,
+    engine_tokens_per_s=rate,
+    trainer_tokens_per_s=rates[False],
+    trainer_replay_tokens_per_s=rates[True],
+    engine={
+      'sampled': stats.sampled,
+      'steps': stats.steps,
+      'rows a step': stats.rows / max(stats.steps, 1),
+      'prompts beyond a step': sum(len(plan.prompt) > rows for plan in plans),
+      'prompt tokens reused': stats.reused,
+      'preempted': stats.preempted,
+      'tokens computed again': stats.recomputed,
+    },
+    seconds=spent,
+  )
+
+
+@contextlib.contextmanager
+def _clock(spent: dict[str, float], name: str) -> Iterator[None]:
+  started = time.perf_counter()
+  yield
+  spent[name] = time.perf_counter() - started
 
 
 class Side(NamedTuple):
@@ -163,32 +187,70 @@ def _sides(experiment, modes: Sequence[str]) -> dict[str, Side]:
 # --- the engine's side ---------------------------------------------------------
 
 
-def _sample(experiment, params, plans, waves):
-  """(segments, the engine's totals, seconds); compiled before."""
-  engine = engine_lib.Engine(
+def _engine_side(experiment, params, plans, waves, timed, ready, spent):
+  """(segments, the engine's work on them, tokens/s); `ready` may be None."""
+  wide = engine_lib.widen(params)
+  with contextlib.ExitStack() as stack:
+    with _clock(spent, 'start'):
+      engine = stack.enter_context(_serving(experiment, wide, ready))
+    with _clock(spent, 'sessions'):
+      segments, stats, seconds = _serve(experiment, engine, plans, waves)
+    sampled = stats.sampled
+    if timed is not None:
+      config, batch = timed
+      with _clock(spent, 'batch'):
+        if config == experiment.engine:
+          _activate(engine, 2, wide)  # forgets the pages of the sessions
+        else:
+          stack.close()
+          roomy = dataclasses.replace(experiment, engine=config)
+          engine = stack.enter_context(_serving(roomy, wide))
+        whole = [slice(0, len(batch))]
+        _, work, seconds = _serve(experiment, engine, batch, whole)
+      sampled = work.sampled
+  return segments, stats, sampled / seconds
+
+
+@contextlib.contextmanager
+def _serving(experiment, params, ready=None) -> Iterator[engine_lib.Engine]:
+  """A warm engine at these parameters, `ready` or a new one; closed at the end."""
+  engine = ready or engine_lib.Engine(
     experiment.model, experiment.numerics, experiment.engine
   )
-  segments: list[records.Segment] = []
   try:
-    engine.activate(0, engine_lib.widen(params))
-    engine.wait_active(0)
-    engine.warm_up()
-
-    async def go() -> None:
-      async with asyncio.timeout(WAIT_S):
-        for wave in waves:
-          segments.extend(
-            await asyncio.gather(
-              *(_session(experiment, engine, plan) for plan in plans[wave])
-            )
-          )
-
-    started = time.perf_counter()
-    asyncio.run(go())
-    seconds = time.perf_counter() - started
+    _activate(engine, 1, params)
+    if ready is None:
+      engine.warm_up()
+    yield engine
   finally:
     engine.close()
-  return segments, engine.stats, seconds
+
+
+def _activate(engine: engine_lib.Engine, version: int, params: Any) -> None:
+  engine.activate(version, params)
+  engine.wait_active(version)
+
+
+def _serve(experiment, engine, plans, waves):
+  """(segments, what of the engine's totals came to, seconds)."""
+  segments: list[records.Segment] = []
+  before = dataclasses.asdict(engine.stats)
+
+  async def go() -> None:
+    async with asyncio.timeout(WAIT_S):
+      for wave in waves:
+        segments.extend(
+          await asyncio.gather(
+            *(_session(experiment, engine, plan) for plan in plans[wave])
+          )
+        )
+
+  started = time.perf_counter()
+  asyncio.run(go())
+  seconds = time.perf_counter() - started
+  after = dataclasses.asdict(engine.stats)
+  work = {name: value - before[name] for name, value in after.items()}
+  return segments, engine_lib.Stats(**work), seconds
 
 
 async def _session(experiment, engine, plan: inputs.Plan) -> records.Segment:
@@ -372,24 +434,29 @@ def run(
     rl=rl,
   )
   sides = _sides(experiment, modes)
-  plans = inputs.plans(tokens, model.vocab_size, longest)
+  plans, waves = inputs.load(
+    tokens, model.vocab_size, experiment.engine, numerics.kv_block
+  )
   ahead = compile_lib.ahead(say)
   try:
+    # On a CPU it would take the time from what runs.
+    start = _start if dispatch.platform() != 'cpu' else lambda *_: None
     if params is None:
       batches = inputs.batches(numerics.kv_block, stages[0].config)
       first = next(batches)
-      _start(ahead, sides, stages, first)
+      start(ahead, sides, stages, first)
       batches = itertools.chain([first], batches)
       params = inputs.trained(stages, batches, say, ahead.wait)
     else:
-      _start(ahead, sides)
+      start(ahead, sides)
+    ahead.wait_all()
     device = jax.devices()[0].device_kind
     say(f'{len(plans):,} sessions, {compute}, {device}')
     found = measure_plans(
       experiment,
       params,
       plans,
-      inputs.waves(len(plans)),
+      waves,
       modes,
       timed=_timed(experiment),
       report=functools.partial(_report, say, json_path),
@@ -425,8 +492,13 @@ def _report(
 ) -> None:
   """Shows the newest mode, and writes all."""
   mode, m = list(found.items())[-1]
-  work = ', '.join(f'{v:,.4g} {k}' for k, v in m.engine.items())
+  work = ', '.join(
+    f'{v:,.1f} {k}' if isinstance(v, float) else f'{v:,} {k}'
+    for k, v in m.engine.items()
+  )
+  took = ', '.join(f'{k} {v:,.1f}' for k, v in m.seconds.items())
   say(f'{mode}: {work}')
+  say(f'{mode}: seconds: {took}')
   _say('\n'.join([HEADER, *rows(mode, m)]))
   if json_path is not None:
     values = {m: dataclasses.asdict(v) for m, v in found.items()}
@@ -439,12 +511,7 @@ def _start(
   stages: Sequence[inputs.Stage] = (),
   batch: Any = None,
 ) -> None:
-  """Compiles all of it at once, in the order of use; not on a CPU.
-
-  There it would take the time from what is measured.
-  """
-  if dispatch.platform() == 'cpu':
-    return
+  """Compiles all of it at once, in the order of use."""
   for stage in stages:
     ahead.start(stage.name, functools.partial(compile_lib.stage, stage, batch))
   for mode, (experiment, step) in sides.items():

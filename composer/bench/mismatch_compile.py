@@ -2,15 +2,15 @@
 
 On an accelerator compiling takes minutes, one thread a program, and measuring
 seconds. So everything starts to compile at once, with arguments of the right
-shapes and nothing in them, while the model is still being trained; who needs a
-program waits for that one. A function that was lowered and compiled is not
-compiled again when it is called.
+shapes and nothing in them, while the model is still being trained. Who needs a
+program waits for that one and gets it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -39,29 +39,61 @@ class Ahead:
   found: dict[str, futures.Future]
 
   def start(self, name: str, work: Callable[[], Any]) -> None:
-    """`work()` compiles what has that name."""
+    """`work()` compiles what has that name, and gives it."""
 
-    def run() -> None:
-      work()
+    def run() -> Any:
+      done = work()
       self.say(f'compiled: {name}')
+      return done
 
     self.found[name] = self.pool.submit(run)
 
-  def wait(self, name: str) -> None:
-    """Until it is compiled; nothing where it was never started.
+  def wait(self, name: str) -> Any:
+    """What was compiled, once; None where it was never started.
 
     Raises:
       TimeoutError: it takes longer than `LIMIT_S`.
     """
     if name not in self.found:
-      return
-    if not futures.wait([self.found[name]], LIMIT_S).done:
+      return None
+    self._until([name])
+    return self.found.pop(name).result()
+
+  def wait_all(self) -> None:
+    """Until nothing is being compiled: that would take time from a measurement."""
+    self._until(list(self.found))
+
+  def _until(self, names: list[str]) -> None:
+    waiting = [self.found[name] for name in names]
+    late = futures.wait(waiting, LIMIT_S).not_done
+    if late:
+      name = next(n for n in names if self.found[n] in late)
       raise TimeoutError(f'{name} is not compiled within {LIMIT_S:.0f} s')
-    self.found[name].result()
 
   def close(self) -> None:
-    """Breaks off what has not begun."""
+    """Breaks off what has not begun, and stops engines that nobody took."""
     self.pool.shutdown(cancel_futures=True)
+    for future in self.found.values():
+      if future.cancelled() or future.exception() is not None:
+        continue
+      if isinstance(future.result(), engine_lib.Engine):
+        future.result().close()
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[float]]:
+  """Seconds of every program that the process compiles meanwhile, as they end."""
+  seconds: list[float] = []
+
+  def listen(event: str, took: float, **_: Any) -> None:
+    if event.endswith('backend_compile_duration'):
+      seconds.append(took)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    yield seconds
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def ahead(say: Callable[[str], None]) -> Ahead:
@@ -69,41 +101,47 @@ def ahead(say: Callable[[str], None]) -> Ahead:
   return Ahead(futures.ThreadPoolExecutor(THREADS), say, {})
 
 
-def stage(stage: inputs.Stage, batch: Any) -> None:
+def stage(stage: inputs.Stage, batch: Any) -> Any:
   """The training step of a stage; `batch` is one of those to come."""
   params = params_lib.abstract(transformer.spec(stage.model))
   state = jax.eval_shape(lambda p: inputs.init_state(stage, p), params)
-  stage.step.lower(state, batch).compile()
+  return stage.step.lower(state, batch).compile()
 
 
-def engine(experiment: config_lib.Experiment) -> None:
-  """All programs of an engine, through one that nobody asks anything."""
+def engine(experiment: config_lib.Experiment) -> engine_lib.Engine:
+  """A warm engine, whose version 0 has zeros for weights; close it."""
   model = experiment.model
   one = engine_lib.Engine(model, experiment.numerics, experiment.engine)
   try:
-    shapes = params_lib.abstract(transformer.spec(model))
+    shapes = _published(model)
     empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    one.activate(0, empty)
+    one.activate(0, engine_lib.widen(empty))
     one.wait_active(0)
     one.warm_up(seconds=LIMIT_S)
-  finally:
+  except BaseException:
     one.close()
+    raise
+  return one
 
 
-def score(experiment: config_lib.Experiment, step: trainer.Step) -> None:
+def score(experiment: config_lib.Experiment, step: trainer.Step) -> Any:
   """The trainer's forward."""
-  spec = transformer.spec(experiment.model)
-  shapes = params_lib.abstract(spec)
-  published = jax.eval_shape(lambda p: params_lib.to_published(spec, p), shapes)
+  shapes = _published(experiment.model)
   batch = trainer.place(step, blank(experiment))
-  step.score.lower(published, batch, np.bool_(True)).compile()
+  return step.score.lower(shapes, batch, np.bool_(True)).compile()
 
 
-def gradient(experiment: config_lib.Experiment, step: trainer.Step) -> None:
+def gradient(experiment: config_lib.Experiment, step: trainer.Step) -> Any:
   """The trainer's forward and backward pass."""
   shapes = params_lib.abstract(transformer.spec(experiment.model))
   batch = trainer.place(step, blank(experiment))
-  step.gradient.lower(shapes, batch).compile()
+  return step.gradient.lower(shapes, batch).compile()
+
+
+def _published(model: config_lib.ModelConfig) -> Any:
+  spec = transformer.spec(model)
+  shapes = params_lib.abstract(spec)
+  return jax.eval_shape(lambda p: params_lib.to_published(spec, p), shapes)
 
 
 def blank(experiment: config_lib.Experiment, seed: int = 0) -> records.Batch:

@@ -33,6 +33,7 @@ from composer.model import upcycle
 SOURCE_BYTES = 400_000
 GROUP = 4  # rollouts that share a prompt
 WAVES = (1, 48, 6, 96, 17, 2)  # sessions at once, over and over
+CROWD_EVERY = 12_000  # sampled tokens
 DENSE_SHARE = 0.4  # of the optimizer steps, before the model is upcycled
 INTO = upcycle.Upcycling(experts=8, experts_per_token=2, noise=0.02)
 
@@ -122,6 +123,55 @@ def waves(count: int) -> list[slice]:
   return out
 
 
+def load(
+  tokens: int,
+  vocab_size: int,
+  engine: config_lib.EngineConfig,
+  block: int,
+  seed: int = 0,
+) -> tuple[list[Plan], list[slice]]:
+  """Sessions that sample about `tokens` tokens, and which of them start together.
+
+  Waves of `plans`, then crowds: one for every `CROWD_EVERY` tokens, and one at
+  least.
+  """
+  longest = engine.max_context
+  one = crowd(vocab_size, engine, block, 0)
+  crowds = max(tokens // CROWD_EVERY, 1)
+  rest = tokens - crowds * sum(plan.sampled for plan in one)
+  found = plans(max(rest, 1), vocab_size, longest, seed)
+  starts = waves(len(found))
+  for _ in range(crowds):
+    more = crowd(vocab_size, engine, block, len(found))
+    starts.append(slice(len(found), len(found) + len(more)))
+    found += more
+  return found, starts
+
+
+def crowd(
+  vocab_size: int, engine: config_lib.EngineConfig, block: int, seed: int
+) -> list[Plan]:
+  """Sessions that start together and outgrow the pages: some give theirs back.
+
+  Each has a prompt of its own, of p whole pages. An engine of P pages starts
+  N = (P + 1) / (p + 1) of them, since it leaves a page free for each that runs.
+  They would grow to 1.2 P pages together. Two more wait.
+  """
+  longest, pages = engine.max_context, engine.pages - 1
+  prompt = max(longest // 2 // block, 1)
+  at_once = max(min((pages + 1) // (prompt + 1), engine.sequences), 1)
+  grown = min(int(1.2 * pages * block / at_once), longest)
+  rng = np.random.default_rng(seed)
+  nothing = np.zeros(0, np.int32)
+  size = at_once + 2
+  turns = ((max(grown - prompt * block, 1), nothing),)
+  prompts = rng.integers(16, vocab_size, (size, prompt * block))
+  return [
+    Plan(words.astype(np.int32), turns, 1.0, seed + number)
+    for number, words in enumerate(prompts)
+  ]
+
+
 def batch(count: int, vocab_size: int, longest: int) -> list[Plan]:
   """Sessions of one turn that all fit at once: what throughput is measured on."""
   rng = np.random.default_rng(1)
@@ -200,7 +250,7 @@ def trained(
   stages: tuple[Stage, Stage],
   batches: Iterator[Any],
   report: Callable[[str], None] = lambda line: None,
-  wait: Callable[[str], None] = lambda name: None,
+  wait: Callable[[str], Any] = lambda name: None,
 ) -> Any:
   """Published parameters of the upcycled, trained model.
 
@@ -208,18 +258,18 @@ def trained(
     stages: see there.
     batches: see `batches`.
     report: gets a line on each stage.
-    wait: is called with the name of a stage before it begins.
+    wait: gets the name of a stage before it begins, and may give its step.
   """
   dense, sparse = stages
   params = params_lib.init(transformer.spec(dense.model), jax.random.key(0))
-  wait(dense.name)
+  dense = compiled(dense, wait(dense.name))
   params, losses = _train(dense, batches, params)
   report(_learned(dense, losses))
   host = jax.tree.map(np.asarray, params)
   _, params = upcycle.upcycle(dense.model, host, INTO)
   params = jax.tree.map(jnp.asarray, params)
   before = apart(params)
-  wait(sparse.name)
+  sparse = compiled(sparse, wait(sparse.name))
   params, losses = _train(sparse, batches, params)
   report(
     f'{_learned(sparse, losses)}; experts differ by {before:.1%} and then'
@@ -227,6 +277,11 @@ def trained(
   )
   spec = transformer.spec(sparse.model)
   return jax.jit(lambda p: params_lib.to_published(spec, p))(params)
+
+
+def compiled(stage: Stage, step: Callable[..., Any] | None) -> Stage:
+  """The stage with this step, where there is one."""
+  return stage if step is None else dataclasses.replace(stage, step=step)
 
 
 def _learned(stage: Stage, losses: list[float]) -> str:

@@ -13,10 +13,10 @@ One turn of the loop, in six moves:
 6. record the step before it: token, logprob, version and experts of every row;
    answer what ended.
 
-The device works on a step while the host records the one before. What a step
-needs of that one is the token drawn, and it stays on the device
-(`composer.inference.programs`). A sequence that stopped is found out one step
-late: its last rows are thrown away.
+The device works on a step while the host records the one before, on a CPU only
+where nothing starts or ends (`pace`). What a step needs of that one is the token
+drawn, and it stays on the device (`composer.inference.programs`). A sequence that
+stopped is then found out one step late: its last rows are thrown away.
 
 Pages are taken as a sequence grows. Where they run out, the sequence that
 started last gives its pages back, goes to the front of the queue and is
@@ -49,6 +49,7 @@ from composer import records
 from composer.inference import batches
 from composer.inference import cache as cache_lib
 from composer.inference import drafts
+from composer.inference import pace
 from composer.inference import planning
 from composer.inference import programs
 from composer.inference import replies
@@ -62,7 +63,6 @@ from pallas_kernels import dispatch
 Sequence = sequence_lib.Sequence
 Part = batches.Part
 
-DEPTH = 1  # steps that the device may work on while the host records another
 COMPILERS = 8  # programs that are compiled at once
 
 
@@ -121,6 +121,7 @@ class Engine:
     self._open: set[Sequence] = set()  # not answered yet, wherever they are
     self._flights: collections.deque[_Flight] = collections.deque()
     self._turns = 0
+    self._pace = pace.Pace(shared=dispatch.platform() == 'cpu')
     self._pending_weights: tuple[int, Any] | None = None
     self._given = False  # whether there ever were weights to activate
     self._chores: collections.deque[Callable[[], None]] = collections.deque()
@@ -316,6 +317,8 @@ class Engine:
       self._swap(*weights)
     if self._params is None:
       return True
+    if wait := self._pace.wait_s(len(self._running)):
+      time.sleep(wait)
     started = time.perf_counter()
     while self._chores:
       self._chores.popleft()()
@@ -327,11 +330,14 @@ class Engine:
     self._turns += 1
     if plan:
       self._send(plan, steps)
-    if self._flights and (len(self._flights) > DEPTH or not plan):
-      self._collect()
-    elif not plan:
+    if not plan and not self._flights:
       time.sleep(0.001)
-    self._count(busy_s=time.perf_counter() - started)
+    elif not plan:
+      self._collect()
+    while len(self._flights) > self._pace.depth:
+      self._collect()
+    self._pace.took = time.perf_counter() - started
+    self._count(busy_s=self._pace.took)
     return True
 
   def _count(self, **more: float) -> None:
@@ -472,6 +478,7 @@ class Engine:
     self._running.append(sequence)
     first = not sequence.started
     sequence.started = True
+    self._pace.start()
     self._count(reused=reused, requests=int(first))
 
   def _grow(self, sequence: Sequence, count: int) -> None:
@@ -617,6 +624,7 @@ class Engine:
         replied.append((sequence.future, (tell, piece)))
       if sequence.stop_reason:
         done.append(sequence)
+    self._pace.record(len(done))
     # Before the answers: whoever has one finds it counted.
     steps = flight.steps or 1
     self._count(

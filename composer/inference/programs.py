@@ -100,6 +100,7 @@ def run_mixed(
   of = transformer.sequences_of(len(rows.tokens), len(rows.slots))
   slots = rows.slots if of is None else rows.slots[of]
   tokens = jnp.where(rows.tokens < 0, last[slots], rows.tokens)
+  nobody = len(rows.tables) - 1
   hidden, experts, cache = transformer.step(
     params,
     config,
@@ -110,14 +111,26 @@ def run_mixed(
     rows.tables[rows.slots],
     layout,
     rows.turns,
+    used=_used(rows.slots != nobody) if of is None and layout is None else None,
   )
   draws = draws._replace(positions=rows.positions[sampling_rows])
   answer = sampling.answer(
-    config, numerics, params, hidden[sampling_rows], draws, cuts
+    config,
+    numerics,
+    params,
+    hidden[sampling_rows],
+    draws,
+    cuts,
+    None if layout is not None else _used(into != nobody),
   )
   last = last.at[into].set(answer.tokens)
   sampled = Sampled(*jax.tree.map(lambda x: x[None], (answer, experts)))
   return sampled, cache, last, hidden
+
+
+def _used(real: Array) -> Array:
+  """int32: the first so many rows hold all that are somebody's, bool [N]."""
+  return jnp.max(jnp.where(real, 1 + jnp.arange(len(real)), 0))
 
 
 @functools.partial(
@@ -175,7 +188,7 @@ def ahead(
   def step(carry, _):
     tokens, positions, cache = carry
     active = positions < ends
-    at = jnp.where(active, positions, 0)
+    at, used = jnp.where(active, positions, 0), _used(active)
     hidden, experts, cache = transformer.step(
       params,
       config,
@@ -186,6 +199,7 @@ def ahead(
       jnp.where(active[:, None], table, 0),
       turns=rows.turns,
       alone=True,
+      used=used,
     )
     answer = sampling.answer(
       config,
@@ -194,6 +208,7 @@ def ahead(
       hidden,
       draws._replace(positions=positions),
       cuts,
+      used,
     )
     newest = jnp.where(active, answer.tokens, tokens)  # a row may end early
     return (newest, positions + 1, cache), Sampled(answer, experts)

@@ -175,6 +175,7 @@ def answer(
   hidden: Array,
   draws: Draws,
   cuts: Cuts | None = None,
+  used: Array | None = None,
 ) -> Answer:
   """Draws one token a row of hidden [S, D], and gives its logprob.
 
@@ -184,6 +185,7 @@ def answer(
     hidden: [S, D]; in `bitwise`, S is a multiple of the block of rows.
     draws: of those rows.
     cuts: None where every row draws from all it has.
+    used: see `layers.map_rows`.
   """
   norm, unembed = params['final_norm'], transformer.unembedding(params)
   safe = jnp.where(draws.temperature < GREEDY, 1.0, draws.temperature)
@@ -194,8 +196,10 @@ def answer(
     scored = logprobs_lib.row_scores(*model, hidden, safe)
     if scored is not None:
       return _of_scored(numerics, scored, draws, cuts)
-    tokens = sample_rows(*model, hidden, draws)
-    logprobs, _ = transformer.row_logprobs(*model, hidden, tokens, safe)
+    tokens = sample_rows(*model, hidden, draws, used)
+    logprobs, _ = transformer.row_logprobs(
+      *model, hidden, tokens, safe, used=used
+    )
   if cuts is None:
     return Answer(tokens, logprobs, None)
 
@@ -204,8 +208,10 @@ def answer(
     return _drawn_among(z, draws, cuts)
 
   cuts = _of_every_row(cuts, hidden.shape[0])
-  few, kept, *top = layers.map_rows(rows, numerics, hidden, safe, draws, cuts)
-  over, _ = transformer.row_logprobs(*model, hidden, few, safe, kept)
+  few, kept, *top = layers.map_rows(
+    rows, numerics, hidden, safe, draws, cuts, used=used
+  )
+  over, _ = transformer.row_logprobs(*model, hidden, few, safe, kept, used)
   # Rows that are not cut keep the very bits of a step without any that is.
   return Answer(
     jnp.where(cuts.some, few, tokens),
@@ -263,6 +269,7 @@ def sample_rows(
   unembed: Array,
   hidden: Array,
   draws: Draws,
+  used: Array | None = None,
 ) -> Array:
   """Draws one token a row from its whole distribution.
 
@@ -271,6 +278,7 @@ def sample_rows(
     norm: [D]; unembed: [D, V].
     hidden: [N, D].
     draws: of N rows.
+    used: see `layers.map_rows`.
 
   Returns:
     int32 [N].
@@ -281,7 +289,7 @@ def sample_rows(
     z = transformer.logits_rows(config, norm, unembed, x, safe)  # [R, V]
     return draw(z, draws)
 
-  return layers.map_rows(rows, numerics, hidden, draws)
+  return layers.map_rows(rows, numerics, hidden, draws, used=used)
 
 
 def scored_rows(

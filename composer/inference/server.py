@@ -2,25 +2,31 @@
 
     POST /v1/chat/completions          tools, streaming, logprobs, n, stop, seed
     POST /v1/completions               text or token ids
+    POST /tokenize, /detokenize        also below /v1
     GET  /v1/models, /v1/models/NAME
     GET  /v1/sessions/ID               what was recorded
     POST /v1/sessions/ID/feedback      what a user said of it
     GET  /health, /metrics
 
 Beyond OpenAI's fields, requests take `structured_outputs`, `top_k`, `min_p`,
-`stop_token_ids`, `min_tokens`, `ignore_eos`, `return_token_ids`,
-`return_tokens`, `return_experts`, `record` and the session (header X-Session-Id
-or `metadata.session_id`); answers have `session_id`, `reasoning_content`,
-`broken_calls` and `tokens` (`server_shapes`).
+`stop_token_ids`, `min_tokens`, `ignore_eos`, `allowed_token_ids`,
+`include_stop_str_in_output`, `skip_special_tokens`, `return_token_ids`,
+`return_tokens_as_token_ids`, `return_tokens`, `return_experts`, `record`,
+`stream_options.continuous_usage_stats` and the session (header X-Session-Id or
+`metadata.session_id`); answers have `session_id`, `reasoning_content`,
+`broken_calls`, `stop_reason` and `tokens` (`server_shapes`). What others take and
+this server does not is refused with what there is instead (`server_fields`). The
+header X-Request-Id names a request in its answer and in the log.
 
 A server listens on loopback unless told otherwise, and elsewhere only with a
 bearer token. What a client gets wrong is answered in OpenAI's shape and logged,
 and touches nobody else: a body is refused by its length before it is read, a
 request whose client leaves is cancelled in the engine.
 
-Settings are in `server_state`; bodies are read by `server_requests`, bound to a
-form by `server_grammar`, sampled by `server_sampling`, answered by
-`server_answers`, worded by `server_text` and `server_shapes`.
+Settings are in `server_state`, connections in `server_http`; bodies are read by
+`server_requests`, bound to a form by `server_grammar`, sampled by
+`server_sampling`, answered by `server_answers`, worded by `server_text` and
+`server_shapes`.
 """
 
 from __future__ import annotations
@@ -39,9 +45,12 @@ from aiohttp import web
 
 from composer import wire
 from composer.inference import server_answers
+from composer.inference import server_http
 from composer.inference import server_metrics
 from composer.inference import server_requests
 from composer.inference import server_sessions
+from composer.inference import server_tokens
+from composer.inference.server_http import SERVER
 from composer.inference.server_state import LOG
 from composer.inference.server_state import Engine
 from composer.inference.server_state import Server
@@ -52,9 +61,7 @@ from composer.inference.server_values import ApiError
 from composer.inference.server_values import invalid
 from composer.templates.protocol import Template
 
-SERVER = web.AppKey('server', Server)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-LINGER_S = 10.0  # in which a client may finish sending what was refused
 
 
 def make(
@@ -97,12 +104,17 @@ def app(server: Server) -> web.Application:
   """The routes."""
   out = web.Application(middlewares=[_outermost])
   out[SERVER] = server
+  out.on_response_prepare.append(server_http.name_answer)
   for path, handler in (
     ('/v1/chat/completions', _chat),
     ('/v1/completions', _completions),
     ('/v1/sessions/{id}/feedback', _feedback),
+    ('/tokenize', _tokenize),
+    ('/v1/tokenize', _tokenize),
+    ('/detokenize', _detokenize),
+    ('/v1/detokenize', _detokenize),
   ):
-    out.router.add_post(path, handler, expect_handler=_expect)
+    out.router.add_post(path, handler, expect_handler=server_http.expect)
   for path, handler in (
     ('/v1/models', _models),
     ('/v1/models/{id:.+}', _model),
@@ -114,58 +126,9 @@ def app(server: Server) -> web.Application:
   return out
 
 
-@contextlib.asynccontextmanager
-async def listening(server: Server):
-  """Listens; gives the address, as http://127.0.0.1:8000.
-
-  At the end no new requests are taken, those under way have `drain_s` to end,
-  and the rest are cancelled.
-
-  Raises:
-    ValueError: the address cannot be listened at.
-  """
-  config = server.config
-  runner = web.AppRunner(
-    app(server),
-    handler_cancellation=True,
-    access_log=None,
-    shutdown_timeout=1.0,
-    lingering_time=LINGER_S,
-  )
-  await runner.setup()
-  site = web.TCPSite(runner, config.host.strip('[]'), config.port)
-  try:
-    await site.start()
-  except OSError as error:
-    await runner.cleanup()
-    raise ValueError(
-      f'cannot listen at {config.host} port {config.port}:'
-      f' {error.strerror or error}; choose another --port, or 0 for a free one'
-    ) from error
-  try:
-    host, port = runner.addresses[0][:2]
-    yield f'http://[{host}]:{port}' if ':' in host else f'http://{host}:{port}'
-  finally:
-    server.draining = True
-    await site.stop()
-    await _drain(server)
-    await runner.cleanup()
-
-
-async def _drain(server: Server) -> None:
-  left = set(server.active)
-  if left:
-    LOG.info('waiting for %d requests under way', len(left))
-    _, left = await asyncio.wait(left, timeout=server.config.drain_s)
-  for task in left:
-    task.cancel()
-  if left:
-    LOG.warning(
-      '%d requests did not end within %g s and were cancelled',
-      len(left),
-      server.config.drain_s,
-    )
-    await asyncio.wait(left, timeout=server.config.drain_s)
+def listening(server: Server) -> contextlib.AbstractAsyncContextManager[str]:
+  """Listens; gives the address, see `server_http.listening`."""
+  return server_http.listening(server, app(server))
 
 
 # --- around every request ----------------------------------------------------
@@ -177,20 +140,30 @@ async def _outermost(
 ) -> web.StreamResponse:
   """Who may ask, errors in OpenAI's shape, one line in the log for each."""
   server = request.app[SERVER]
-  route = request.match_info.route.resource
-  name = route.canonical if route is not None else 'unknown'
+  name = server_http.route(request)
+  asked = server_http.request_id(request)
   try:
     _admit(server, request)
     response = await handler(request)
     server.metrics.requests[name, response.status] += 1
     return response
   except asyncio.CancelledError:
+    if server.cut:
+      server_answers.go_on()
+      failed = server_answers.stopping()
+      return _told(server, request, name, asked, failed)
     server.metrics.cancelled += 1
-    LOG.info('%s %s: the client left', request.method, name)
+    LOG.info('%s %s: the client left (request %s)', request.method, name, asked)
     raise
   except ConnectionError as error:
     server.metrics.cancelled += 1
-    LOG.info('%s %s: the client left: %s', request.method, name, error)
+    LOG.info(
+      '%s %s: the client left: %s (request %s)',
+      request.method,
+      name,
+      error,
+      asked,
+    )
     if request.transport is not None:
       request.transport.abort()
     # It reaches nobody; raised, the error would be logged as a fault of ours.
@@ -198,29 +171,30 @@ async def _outermost(
   except ApiError as error:
     failed = error
   except web.HTTPException as error:
-    failed = ApiError(
-      f'{request.method} {request.path[:200]}: {error.reason}',
-      status=error.status,
-      code='not_found' if error.status == 404 else None,
-    )
+    failed = server_http.unknown(error, request)
+  except RecursionError:  # what could be read may still be too deep to tell of
+    failed = server_requests.too_deep()
   except Exception as error:  # ours: told, and the server goes on
-    LOG.exception('%s %s', request.method, name)
+    LOG.exception('%s %s (request %s)', request.method, name, asked)
     failed = server_answers.ours(error)
+  return _told(server, request, name, asked, failed)
+
+
+def _told(
+  server: Server, request: web.Request, name: str, asked: str, failed: ApiError
+) -> web.Response:
+  """An error, counted and logged."""
   server.metrics.requests[name, failed.status] += 1
   # A client's text may hold anything; one line of it, escaped.
   LOG.warning(
-    '%s %s: %d %s', request.method, name, failed.status, ascii(str(failed))
+    '%s %s: %d %s (request %s)',
+    request.method,
+    name,
+    failed.status,
+    ascii(str(failed)),
+    asked,
   )
-  return _refusal(failed)
-
-
-def _refusal(failed: ApiError) -> web.Response:
-  response = web.json_response(failed.body(), status=failed.status)
-  if failed.status == 401:
-    response.headers['WWW-Authenticate'] = 'Bearer'
-  if failed.status in (429, 503):
-    response.headers['Retry-After'] = '1'
-  return response
+  return server_http.refusal(failed)
 
 
 def _admit(server: Server, request: web.Request) -> None:
@@ -229,13 +203,14 @@ def _admit(server: Server, request: web.Request) -> None:
   if request.path == '/health':
     return
   if config.token:
-    given = request.headers.get('Authorization', '')
-    wanted = f'Bearer {config.token}'
-    if not hmac.compare_digest(
-      given.encode('utf-8', 'surrogateescape'), wanted.encode()
-    ):
+    scheme, _, given = request.headers.get('Authorization', '').partition(' ')
+    fits = hmac.compare_digest(
+      given.encode('utf-8', 'surrogateescape'), config.token.encode()
+    )
+    if scheme.lower() != 'bearer' or not fits:
       raise ApiError(
-        'give the token of this server as the API key',
+        'give the token of this server as the API key (Authorization: Bearer'
+        ' TOKEN)',
         status=401,
         code='invalid_api_key',
       )
@@ -248,64 +223,11 @@ def _admit(server: Server, request: web.Request) -> None:
     )
 
 
-async def _expect(request: web.Request) -> web.Response | None:
-  """A client that asks before it sends its body is told of the limit first."""
-  try:
-    _check_length(request.app[SERVER], request)
-  except ApiError as error:  # no middleware is around this
-    return _refusal(error)
-  if request.headers.get('Expect', '').lower() == '100-continue':
-    await request.writer.write(b'HTTP/1.1 100 Continue\r\n\r\n')
-    request.writer.output_size = 0
-  return None
-
-
-def _check_length(server: Server, request: web.Request) -> None:
-  length, most = request.content_length, server.config.max_body
-  if length is not None and length > most:
-    raise _too_large(f'{length} bytes', most)
-
-
-def _too_large(what: str, most: int) -> ApiError:
-  return ApiError(
-    f'a body of {what} is more than the {most} that are read',
-    status=413,
-    code='request_too_large',
-  )
-
-
-async def _body(server: Server, request: web.Request) -> bytes:
-  """The body, no more of it than the limit, in limited time."""
-  if request.content_type != 'application/json':
-    # Any page may have a browser send other types here, unasked.
-    raise ApiError(
-      f'Content-Type is {request.content_type}; send application/json',
-      status=415,
-      code='unsupported_media_type',
-    )
-  _check_length(server, request)
-  parts, size, most = [], 0, server.config.max_body
-  try:
-    async with asyncio.timeout(server.config.body_s):
-      async for part in request.content.iter_any():
-        size += len(part)
-        if size > most:
-          raise _too_large(f'{size} bytes and more', most)
-        parts.append(part)
-  except TimeoutError:
-    raise ApiError(
-      f'the body did not arrive within {server.config.body_s:g} s', status=408
-    ) from None
-  except web.RequestPayloadError as error:
-    raise ApiError(f'the body is broken: {error}') from error
-  return b''.join(parts)
-
-
 async def _served(request: web.Request, answer) -> web.StreamResponse:
   """Answers a request that has a body, if there is room for one more."""
   server = request.app[SERVER]
   if server.draining:
-    raise ApiError('the server stops', status=503, kind='server_error')
+    raise server_answers.stopping()
   if len(server.active) >= server.config.max_requests:
     count = len(server.active) + 1
     raise server_answers.too_many(f'{count} requests', server)
@@ -313,7 +235,9 @@ async def _served(request: web.Request, answer) -> web.StreamResponse:
   assert task is not None
   server.active.add(task)
   try:
-    return await answer(server, request, await _body(server, request))
+    return await answer(
+      server, request, await server_http.body(server, request)
+    )
   finally:
     server.active.discard(task)
 
@@ -327,6 +251,14 @@ async def _chat(request: web.Request) -> web.StreamResponse:
 
 async def _completions(request: web.Request) -> web.StreamResponse:
   return await _served(request, server_answers.completions)
+
+
+async def _tokenize(request: web.Request) -> web.StreamResponse:
+  return await _served(request, server_tokens.tokenize)
+
+
+async def _detokenize(request: web.Request) -> web.StreamResponse:
+  return await _served(request, server_tokens.detokenize)
 
 
 def _about(server: Server) -> dict[str, Any]:

@@ -69,13 +69,13 @@ async def chat(server: Server, request: web.Request, body: bytes):
   parsed = await _aside(
     large, lambda: server_requests.chat(server_requests.load(body), header)
   )
-  _check_model(server, parsed.model)
+  check_model(server, parsed.model)
   messages, conversation = server.table.with_tokens(
     parsed.messages, parsed.wanted.session
   )
   prompt = await _aside(
     large or parsed.formed,
-    lambda: _render_chat(server, parsed, messages, conversation),
+    lambda: render(server, parsed, messages, conversation),
   )
   return await _answer(server, request, 'chat', (prompt,), parsed.wanted)
 
@@ -85,12 +85,17 @@ async def _aside(much: bool, work: Callable[[], Any]) -> Any:
   return await asyncio.to_thread(work) if much else work()
 
 
-def _render_chat(
+def render(
   server: Server,
   parsed: server_requests.Chat,
   messages: Sequence[Message],
   conversation: bytes,
 ) -> Prompt:
+  """The context of a chat, and how its answer reads.
+
+  Raises:
+    ApiError: the template cannot write the messages, no grammar keeps the form.
+  """
   template, tokenizer = server.template, server.tokenizer
   tools = () if parsed.calls == 'none' else parsed.tools
   forced, masks = _form(server, parsed, tools)
@@ -100,7 +105,13 @@ def _render_chat(
     raise ApiError(str(error), param='messages') from error
   context = [*ids, *template.open_turn(tokenizer), *forced]
   turn = server_text.Turn(
-    template, tokenizer, forced, bool(tools), parsed.wanted.stop
+    template,
+    tokenizer,
+    forced,
+    bool(tools),
+    parsed.wanted.stop,
+    keep_stop=parsed.wanted.keep_stop,
+    special=parsed.wanted.special,
   )
   return Prompt(np.array(context, np.int32), turn, conversation, masks)
 
@@ -149,9 +160,14 @@ async def completions(server: Server, request: web.Request, body: bytes):
 
   def read() -> tuple[tuple[Prompt, ...], Wanted]:
     parsed = server_requests.completions(server_requests.load(body), header)
-    _check_model(server, parsed.model)
+    check_model(server, parsed.model)
     turn = server_text.Turn(
-      server.template, server.tokenizer, stop=parsed.wanted.stop, chat=False
+      server.template,
+      server.tokenizer,
+      stop=parsed.wanted.stop,
+      chat=False,
+      keep_stop=parsed.wanted.keep_stop,
+      special=parsed.wanted.special,
     )
     masks, form = None, parsed.form
     if form is not None:
@@ -179,7 +195,8 @@ def _prompt(
   return Prompt(np.array(ids, np.int32), turn, masks=masks)
 
 
-def _check_model(server: Server, model: str) -> None:
+def check_model(server: Server, model: str) -> None:
+  """Refuses the name of another model."""
   if model != server.config.model:
     raise ApiError(
       f'there is no model {model[:80]!r}; this server has'
@@ -209,7 +226,22 @@ def _choice(
     finish,
     tuple(x.id or f'call_{secrets.token_hex(12)}' for x in said.calls),
     server_sampling.trainable(request, completion),
+    _ended_by(prompt, request, completion, reader),
   )
+
+
+def _ended_by(
+  prompt: Prompt,
+  request: SampleRequest,
+  completion: Completion,
+  reader: server_text.Reader,
+) -> str | int | None:
+  """The stop string, or the stop token, but for the end of a turn."""
+  if reader.stopped:
+    return reader.stop
+  last = int(completion.tokens[-1]) if len(completion.tokens) else -1
+  usual = prompt.turn.template.stops(prompt.turn.tokenizer)
+  return last if last in request.stop_tokens and last not in usual else None
 
 
 # --- recording ---------------------------------------------------------------
@@ -371,25 +403,59 @@ async def _sent(
         with _recorded(server, job, choices):
           await response.prepare(request)
           await response.write_eof()
+  except asyncio.CancelledError as error:
+    if not server.cut:  # the client left
+      raise
+    go_on()
+    await _end(request, response, streams, stopping(), error)
   except Exception as error:
     begun = response is not None and response.prepared
     known = isinstance(error, TimeoutError | EngineError | ValueError)
     if isinstance(error, ConnectionError) or not (begun or known):
       raise
     failed = _as_api_error(server, error)
-    if not begun:
-      raise failed from error
-    LOG.warning(
-      '%s: %s after the answer had begun',
-      request.path,
-      failed,
-      exc_info=not known,
-    )
-    if not streams:
-      _break_off(request)
-      raise ConnectionResetError('it did not read its answer') from error
-    await _send_last(request, response, failed.body())
+    if begun:
+      LOG.warning(
+        '%s: %s after the answer had begun',
+        request.path,
+        failed,
+        exc_info=not known,
+      )
+    await _end(request, response, streams, failed, error)
   return response, choices
+
+
+async def _end(
+  request: web.Request,
+  response: web.StreamResponse | None,
+  streams: bool,
+  failed: ApiError,
+  cause: BaseException,
+) -> None:
+  """Tells of what failed as the last of a stream that has begun; else raises."""
+  if response is None or not response.prepared:
+    raise failed from cause
+  if not streams:
+    _break_off(request)
+    raise ConnectionResetError('it did not read its answer') from cause
+  await _send_last(request, response, failed.body())
+
+
+def stopping() -> ApiError:
+  """No answer, or no more of it, for the server ends."""
+  return ApiError(
+    'the server stops; ask again once it is back',
+    status=503,
+    kind='server_error',
+    code='server_stopping',
+  )
+
+
+def go_on() -> None:
+  """This task was cancelled for the answer that it gave; it has one more."""
+  task = asyncio.current_task()
+  assert task is not None
+  task.uncancel()
 
 
 def _break_off(request: web.Request) -> None:
@@ -400,7 +466,8 @@ def _break_off(request: web.Request) -> None:
 def _as_api_error(server: Server, error: Exception) -> ApiError:
   if isinstance(error, TimeoutError):
     return ApiError(
-      f'no answer within {server.config.request_s:g} s; ask for fewer tokens',
+      f'no answer within {server.config.request_s:g} s; ask for fewer tokens, or'
+      ' serve with a higher --request-seconds',
       status=504,
       kind='server_error',
       code='timeout',
@@ -512,7 +579,9 @@ async def _stream(
   Nothing is sent before the first text, so that what fails until then is an
   error of HTTP.
   """
-  events: asyncio.Queue[tuple[int, dict[str, Any]] | None] = asyncio.Queue()
+  events: asyncio.Queue[tuple[int, int, dict[str, Any]] | None] = (
+    asyncio.Queue()
+  )
   sampling = asyncio.ensure_future(
     _all(
       [
@@ -535,10 +604,16 @@ async def _stream(
         opened = {'delta': {'role': 'assistant', 'content': ''}}
         await _send(response, server_shapes.chunk(outer, i, opened))
 
+  prompts, sampled = sum(len(x.context) for x in job.prompts), 0
   try:
     while (event := await events.get()) is not None:
       await begin()
-      await _send(response, server_shapes.chunk(outer, *event))
+      index, count, inner = event
+      sampled += count
+      chunk = server_shapes.chunk(outer, index, inner)
+      if job.wanted.running:
+        chunk['usage'] = server_shapes.counts(prompts, sampled)
+      await _send(response, chunk)
     choices = await sampling
   finally:
     sampling.cancel()
@@ -563,13 +638,16 @@ async def _one_streamed(
   wanted: SampleRequest,
   events: asyncio.Queue,
 ) -> Choice:
-  """Samples one answer; puts (index, what a chunk tells) for every piece."""
-  reader = server_text.Reader(prompt.turn)
+  """Samples one answer; puts (index, tokens read since the last, what a chunk
+  tells) for every piece that tells something."""
+  reader, told_of, offset = server_text.Reader(prompt.turn), 0, 0
 
   def told(delta: server_text.Delta, piece: Piece | None) -> None:
+    nonlocal told_of, offset
     logprobs = None
     if piece is not None and job.wanted.logprobs:
-      logprobs = _logprobs(server, job, piece, len(reader.content))
+      logprobs = _logprobs(server, job, piece, offset)
+      offset += server_shapes.characters(server.tokenizer, piece.tokens)
     if not (delta.content or delta.thinking or logprobs):
       return
     inner: dict[str, Any] = {'text': delta.content}
@@ -577,7 +655,8 @@ async def _one_streamed(
       inner = {'delta': _chat_delta(delta)}
     if logprobs:
       inner['logprobs'] = logprobs
-    events.put_nowait((index, inner))
+    events.put_nowait((index, reader.count - told_of, inner))
+    told_of = reader.count
 
   completion = await server_sampling.sample(
     server, wanted, reader, lambda piece, delta: told(delta, piece)
@@ -601,9 +680,9 @@ def _chat_delta(delta: server_text.Delta) -> dict[str, str]:
 
 def _logprobs(server: Server, job: Job, piece: Piece, offset: int):
   if job.kind == 'chat':
-    return server_shapes.chat_logprobs(server.tokenizer, piece, job.wanted.top)
+    return server_shapes.chat_logprobs(server.tokenizer, piece, job.wanted)
   return server_shapes.text_logprobs(
-    server.tokenizer, piece, job.wanted.top, offset
+    server.tokenizer, piece, job.wanted, offset
   )
 
 

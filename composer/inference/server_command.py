@@ -30,7 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ('exchange', 'URL', 'serve and follow the weights published there'),
     ('tokenizer', 'PATH', "default: the checkpoint's"),
     ('template', 'NAME', "of turns (default: what the tokenizer's tells)"),
-    ('sessions', 'DIR', 'write recorded sessions there (default: do not)'),
+    (
+      'sessions',
+      'DIR',
+      'write recorded sessions there, at the latest once they have rested for a'
+      ' minute (default: do not)',
+    ),
   ):
     parser.add_argument(f'--{name}', default='', metavar=metavar, help=text)
   parser.add_argument(
@@ -73,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   for name, default, text in (
     ('cache-gb', 0.0, 'of KV pages (default: a share of the memory)'),
     ('session-minutes', 60.0, 'that an unused session is kept (default: 60)'),
+    ('request-seconds', 600.0, 'for a whole answer (default: 600)'),
     ('drain-seconds', 30.0, 'for requests under way at SIGTERM (default: 30)'),
   ):
     parser.add_argument(
@@ -99,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         token=os.environ.get(TOKEN, ''),
+        request_s=arguments.request_seconds,
         drain_s=arguments.drain_seconds,
         max_kept=arguments.max_kept,
       ),

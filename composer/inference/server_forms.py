@@ -74,6 +74,19 @@ class Form:
   param: str = 'response_format'  # which asked for it
 
 
+def _check_characters(value: Any, param: str) -> None:
+  """Refuses half a surrogate pair, which no text that a model reads can hold."""
+  text = json.dumps(value, ensure_ascii=False)
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    raise invalid(
+      f'{param} holds {ascii(text[error.start])}, half of a character; write'
+      ' whole ones',
+      param,
+    ) from None
+
+
 def tools_of(value: Any) -> tuple[Mapping[str, Any], ...]:
   if not (isinstance(value, list) and len(value) <= TOOLS):
     raise invalid(f'tools must be a list of at most {TOOLS}', 'tools')
@@ -95,6 +108,7 @@ def tools_of(value: Any) -> tuple[Mapping[str, Any], ...]:
         f'{where}.function.name',
       )
     seen.add(name)
+    _check_characters(function, f'{where}.function')
     if not isinstance(function.get('description', ''), str):
       raise invalid(
         f'{where}.function.description must be a text',
@@ -124,6 +138,7 @@ def form_of(body: Mapping[str, Any]) -> Form | None:
       raise invalid(
         'give response_format or structured_outputs', 'structured_outputs'
       )
+    _check_characters(body['structured_outputs'], 'structured_outputs')
     return _structured(body['structured_outputs'])
   value = body.get('response_format', {'type': 'text'})
   kind = value.get('type') if isinstance(value, dict) else None
@@ -144,6 +159,7 @@ def form_of(body: Mapping[str, Any]) -> Form | None:
       'response_format',
     )
   where = 'response_format.json_schema.schema'
+  _check_characters(described, where)
   _check_schema(described['schema'], where, 0)
   return Form(described['schema'], flag(described, 'strict'))
 

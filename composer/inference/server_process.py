@@ -19,6 +19,7 @@ import dataclasses
 import logging
 import os
 import pathlib
+import resource
 import signal
 import socket
 import threading
@@ -34,6 +35,7 @@ from composer import templates
 from composer.inference import drafts
 from composer.inference import engine as engine_lib
 from composer.inference import server
+from composer.inference import server_http
 from composer.inference import server_sessions
 from composer.inference import speculate
 from composer.inference.server_state import LOG
@@ -54,6 +56,7 @@ READY_S = 600.0  # for the first weights to be active, and steps to be compiled
 CACHE_SHARE = 0.1  # of a machine's memory that pages take, beside other work
 CACHE_SHARE_DEVICE = 0.7  # of an accelerator's, beside the parameters
 PARAMETER_BYTES = 6  # float32, and once more as they compute
+FILES = 65_536  # that may be open: every connection is one
 Say = Callable[[str], None]
 
 
@@ -107,9 +110,11 @@ def run(
   """
   server.validate(options.server)
   _check(options)
+  server_http.check_free(options.server)
   logging.basicConfig(format='%(asctime)s %(levelname)s %(message)s')
   LOG.setLevel(logging.INFO)
   began = time.monotonic()
+  _allow_files()
   source = checkpoints.open_source(options.checkpoint)
   tokenizer = open_tokenizer(source, options.tokenizer)
   template = templates.choose(options.template, tokenizer)
@@ -167,6 +172,15 @@ def _check(options: Options) -> None:
       raise ValueError(f'--sessions: {error}') from error
 
 
+def _allow_files() -> None:
+  """As many open files as this process may have, up to `FILES`; a shell gives
+  1,024, fewer than the requests that are served at once."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+  if soft != resource.RLIM_INFINITY and soft < wanted:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 async def _serve(made: server.Server, say: Say) -> int:
   """Listens until a signal, or the engine fails."""
   loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -190,6 +204,7 @@ async def _serve(made: server.Server, say: Say) -> int:
             await ended.wait()
         except TimeoutError:
           made.table.expire()
+          made.table.write_idle()
       say(
         f'stopping: {len(made.active)} requests under way have'
         f' {made.config.drain_s:g} s; once more leaves at once'

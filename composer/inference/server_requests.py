@@ -2,13 +2,14 @@
 
 Everything that a client can get wrong is found here, before an engine is asked.
 A field that would change the answer and is not served is refused by its name;
-nothing is ignored in silence but what cannot change an answer (`_NEUTRAL`).
+nothing is ignored in silence but what cannot change an answer
+(`server_fields.NEUTRAL`).
 Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 import json
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 from composer.chat import Call
 from composer.config import GREEDY
+from composer.inference import server_fields
 from composer.inference import server_forms
 from composer.inference.server_values import ApiError
 from composer.inference.server_values import flag
@@ -28,6 +30,7 @@ from composer.templates.protocol import Message
 CHOICES = 128  # prompts times n, of one request
 STOPS = 16  # stop strings
 MESSAGES = 8192
+DIGITS = 1000  # of a number
 SESSION = re.compile(r'[A-Za-z0-9][A-Za-z0-9._:-]{0,127}')  # a folder's name
 
 
@@ -43,10 +46,18 @@ class Wanted:
     stop: strings that end an answer and are not part of it.
     stop_tokens: ids that end it; None: those of the template.
     stop_sequences: runs of ids that end it.
-    stream, usage: in pieces; and the counts of tokens as the last.
+    keep_stop: the stop string that ends an answer is part of it.
+    special: whether control tokens are told by their names; None: those that end
+      an answer are not.
+    allowed: ids that may be drawn at all; None: any.
+    banned: ids that may not.
     min_tokens: before which no stop token is drawn.
+    stream, usage: in pieces; and the counts of tokens as the last.
+    running: those so far with every piece.
     logprobs: of every sampled token, in OpenAI's form.
     top: likeliest tokens that are told beside each.
+    by_id: they are told of as 'token_id:5' rather than by their text, of which
+      two may have the same.
     ids: of prompt and answer, as other servers give them.
     tokens, experts: the project's own fields in the answer.
     session: id, or ''.
@@ -63,11 +74,17 @@ class Wanted:
   stop: tuple[str, ...]
   stop_tokens: tuple[int, ...] | None
   stop_sequences: tuple[tuple[int, ...], ...]
+  keep_stop: bool
+  special: bool | None
+  allowed: tuple[int, ...] | None
+  banned: tuple[int, ...]
   min_tokens: int
   stream: bool
   usage: bool
+  running: bool
   logprobs: bool
   top: int
+  by_id: bool
   ids: bool
   tokens: bool
   experts: bool
@@ -121,26 +138,6 @@ class Completions:
   wanted: Wanted
 
 
-# Cannot change an answer of ours.
-_NEUTRAL = (
-  'user',
-  'store',
-  'service_tier',
-  'prompt_cache_key',
-  'prompt_cache_retention',
-  'safety_identifier',
-)
-# Would change it; served with these values only.
-_FIXED: Mapping[str, tuple[Any, ...]] = {
-  'frequency_penalty': (0,),
-  'presence_penalty': (0,),
-  'repetition_penalty': (1,),
-  'logit_bias': ({},),
-  'modalities': (['text'],),
-  'best_of': (1,),
-  'echo': (False,),
-  'suffix': ('',),
-}
 _SHARED = (
   'model',
   'n',
@@ -154,6 +151,10 @@ _SHARED = (
   'stop_token_ids',
   'min_tokens',
   'ignore_eos',
+  'allowed_token_ids',
+  'logit_bias',
+  'include_stop_str_in_output',
+  'skip_special_tokens',
   'stream',
   'stream_options',
   'logprobs',
@@ -162,6 +163,7 @@ _SHARED = (
   'response_format',
   'structured_outputs',
   'return_token_ids',
+  'return_tokens_as_token_ids',
   'return_tokens',
   'return_experts',
   'record',
@@ -185,8 +187,10 @@ def load(body: bytes) -> dict[str, Any]:
       code='invalid_utf8',
     ) from None
   try:
-    value = json.loads(text, parse_constant=_no_number)
-  except (ValueError, RecursionError) as error:
+    value = json.loads(text, parse_constant=_no_number, parse_int=_integer)
+  except RecursionError:
+    raise too_deep() from None
+  except ValueError as error:
     raise ApiError(
       f'the body is not JSON: {str(error)[:200]}', code='invalid_json'
     ) from None
@@ -195,13 +199,25 @@ def load(body: bytes) -> dict[str, Any]:
   return {key: x for key, x in value.items() if x is not None}
 
 
+def too_deep() -> ApiError:
+  return ApiError(
+    'the body is nested too deeply to be read', code='invalid_json'
+  )
+
+
 def _no_number(name: str) -> None:
   raise ValueError(f'{name} is no JSON')
 
 
+def _integer(digits: str) -> int:
+  if len(digits) > DIGITS:
+    raise ValueError(f'a number of {len(digits)} digits; at most {DIGITS}')
+  return int(digits)
+
+
 def chat(body: Mapping[str, Any], session: str) -> Chat:
   """A body of /v1/chat/completions; `session` is that of the header, or ''."""
-  _refuse_unknown(body, (*_SHARED, *_OF_CHAT))
+  server_fields.refuse_unknown(body, (*_SHARED, *_OF_CHAT))
   tools = server_forms.tools_of(body.get('tools', []))
   calls, named = server_forms.tool_choice(body, tools)
   limit = whole(body, 'max_completion_tokens', None, 1)
@@ -215,7 +231,7 @@ def chat(body: Mapping[str, Any], session: str) -> Chat:
   strict = any(tool['function'].get('strict') for tool in tools)
   form = server_forms.form_of(body)
   parsed = Chat(
-    model=_model(body),
+    model=model_of(body),
     messages=_messages(body.get('messages')),
     tools=tools,
     calls=calls,
@@ -231,7 +247,7 @@ def chat(body: Mapping[str, Any], session: str) -> Chat:
 
 def completions(body: Mapping[str, Any], session: str) -> Completions:
   """A body of /v1/completions; max_tokens is 16 unless given, as there."""
-  _refuse_unknown(body, (*_SHARED, 'prompt'))
+  server_fields.refuse_unknown(body, (*_SHARED, 'prompt'))
   body = {'max_tokens': 16, **body}
   top = 0
   if type(body.get('logprobs')) is int:  # here it is the number of alternatives
@@ -246,36 +262,24 @@ def completions(body: Mapping[str, Any], session: str) -> Completions:
     raise invalid(
       f'{len(prompts)} prompts times n={wanted.n} are more than {CHOICES}', 'n'
     )
-  return Completions(_model(body), prompts, form, wanted)
+  return Completions(model_of(body), prompts, form, wanted)
 
 
 def _check_ending(wanted: Wanted, formed: Any) -> None:
-  if wanted.min_tokens and formed:
-    raise invalid(
-      f'min_tokens={wanted.min_tokens}: an answer of a given form ends where'
-      ' that does; leave it out',
-      'min_tokens',
-    )
-  if formed and wanted.stop_tokens == ():
-    raise invalid(
-      'ignore_eos: an answer of a given form ends where that does; leave it out',
-      'ignore_eos',
-    )
-
-
-def _refuse_unknown(body: Mapping[str, Any], known: Sequence[str]) -> None:
-  for name, value in body.items():
-    if name in known or name in _NEUTRAL:
-      continue
-    if name not in _FIXED:
+  """A form decides what is drawn next, and where an answer ends."""
+  if not formed:
+    return
+  for name, given in (
+    ('min_tokens', wanted.min_tokens),
+    ('ignore_eos', wanted.stop_tokens == ()),
+    ('allowed_token_ids', wanted.allowed is not None),
+    ('logit_bias', wanted.banned),
+  ):
+    if given:
       raise invalid(
-        f'unknown parameter: {name[:80]!r}', name[:80], 'unknown_parameter'
-      )
-    if value not in _FIXED[name]:
-      raise invalid(
-        f'{name}={json.dumps(value)[:80]} is not served; leave it out',
+        f'{name}: an answer of a given form is drawn, and ends, as that says;'
+        ' leave it out',
         name,
-        'unsupported_value',
       )
 
 
@@ -295,11 +299,17 @@ def _wanted(body: Mapping[str, Any], session: str) -> Wanted:
   if not isinstance(options, dict) or set(options) - {
     'include_usage',
     'include_obfuscation',
+    'continuous_usage_stats',
   }:
-    raise invalid('stream_options takes include_usage only', 'stream_options')
+    raise invalid(
+      'stream_options takes include_usage and continuous_usage_stats only',
+      'stream_options',
+    )
+  flag(options, 'include_obfuscation')  # there is none
   stop_tokens, stop_sequences = _stop_ids(body.get('stop_token_ids'))
   if flag(body, 'ignore_eos') and stop_tokens is None:
     stop_tokens = ()
+  allowed, banned = _drawable(body)
   return Wanted(
     n=whole(body, 'n', 1, 1, CHOICES),
     max_tokens=whole(body, 'max_tokens', None, 1),
@@ -311,11 +321,17 @@ def _wanted(body: Mapping[str, Any], session: str) -> Wanted:
     stop=_stop(body.get('stop', [])),
     stop_tokens=stop_tokens,
     stop_sequences=stop_sequences,
+    keep_stop=flag(body, 'include_stop_str_in_output'),
+    special=_special(body),
+    allowed=allowed,
+    banned=banned,
     min_tokens=whole(body, 'min_tokens', 0, 0),
     stream=flag(body, 'stream'),
     usage=flag(options, 'include_usage'),
+    running=flag(options, 'continuous_usage_stats'),
     logprobs=flag(body, 'logprobs'),
     top=0,
+    by_id=flag(body, 'return_tokens_as_token_ids'),
     ids=flag(body, 'return_token_ids'),
     tokens=flag(body, 'return_tokens'),
     experts=flag(body, 'return_experts'),
@@ -328,8 +344,9 @@ def _session(body: Mapping[str, Any], header: str) -> str:
   metadata = body.get('metadata', {})
   if not isinstance(metadata, dict):
     raise invalid('metadata must be an object', 'metadata')
-  found = header or metadata.get('session_id', '')
-  if found and not (isinstance(found, str) and SESSION.fullmatch(found)):
+  given = metadata.get('session_id')
+  found = header or ('' if given is None else given)
+  if found != '' and not (isinstance(found, str) and SESSION.fullmatch(found)):
     raise invalid(
       'a session id is 1 to 128 letters, digits and ._:-, a letter or digit'
       ' first',
@@ -338,7 +355,7 @@ def _session(body: Mapping[str, Any], header: str) -> str:
   return found
 
 
-def _model(body: Mapping[str, Any]) -> str:
+def model_of(body: Mapping[str, Any]) -> str:
   model = body.get('model')
   if not isinstance(model, str) or not model:
     raise invalid(
@@ -366,6 +383,51 @@ def _stop(value: Any) -> tuple[str, ...]:
   return tuple(stops)
 
 
+def _special(body: Mapping[str, Any]) -> bool | None:
+  if 'skip_special_tokens' not in body:
+    return None
+  return not flag(body, 'skip_special_tokens')
+
+
+def _drawable(
+  body: Mapping[str, Any],
+) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+  """(ids that may be drawn or None, ids that may not be).
+
+  Of OpenAI's biases, two say what is left of a distribution: -100 bans a token,
+  and 100 bans all that have no such bias. Those between would draw from one that
+  the model does not have.
+  """
+  allowed = body.get('allowed_token_ids')
+  if allowed is not None and not token_ids(allowed, 'allowed_token_ids'):
+    raise invalid(
+      'allowed_token_ids is empty; name one, or leave it out',
+      'allowed_token_ids',
+    )
+  biases = body.get('logit_bias', {})
+  if not isinstance(biases, dict) or not all(
+    key.isascii() and key.isdecimal() and len(key) < 10 for key in biases
+  ):
+    raise invalid(
+      'logit_bias must be an object of token ids, such as {"5": -100}',
+      'logit_bias',
+      'invalid_type',
+    )
+  for key, bias in biases.items():
+    if type(bias) not in (int, float) or bias not in (-100, 0, 100):
+      raise invalid(
+        f'logit_bias of {key} is {json.dumps(bias)[:80]}; -100, which bans a'
+        ' token, and 100, which bans all others, are served',
+        'logit_bias',
+        'unsupported_value',
+      )
+  only = [int(key) for key, bias in biases.items() if bias == 100]
+  if only and allowed is not None:
+    raise invalid('give allowed_token_ids or a logit_bias of 100', 'logit_bias')
+  banned = tuple(int(key) for key, bias in biases.items() if bias == -100)
+  return tuple(only or allowed) if only or allowed else None, banned
+
+
 def _stop_ids(value: Any):
   """(ids, runs of ids) of a list in which both may stand; None is (None, ())."""
   if value is None:
@@ -377,13 +439,13 @@ def _stop_ids(value: Any):
       'invalid_type',
     )
   runs = tuple(
-    _ids(x, 'stop_token_ids') for x in value if isinstance(x, list) and x
+    token_ids(x, 'stop_token_ids') for x in value if isinstance(x, list) and x
   )
   ids = [x for x in value if not isinstance(x, list) or not x]
-  return _ids(ids, 'stop_token_ids'), runs
+  return token_ids(ids, 'stop_token_ids'), runs
 
 
-def _ids(value: Any, name: str) -> tuple[int, ...]:
+def token_ids(value: Any, name: str) -> tuple[int, ...]:
   if not (isinstance(value, list) and all(type(i) is int for i in value)):
     raise invalid(f'{name} must be a list of token ids', name, 'invalid_type')
   return tuple(value)
@@ -399,9 +461,9 @@ def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
       'invalid_type',
     )
   if type(value[0]) is int:
-    return (_ids(value, 'prompt'),)
+    return (token_ids(value, 'prompt'),)
   return tuple(
-    x if isinstance(x, str) else _ids(x, f'prompt[{i}]')
+    x if isinstance(x, str) else token_ids(x, f'prompt[{i}]')
     for i, x in enumerate(value)
   )
 

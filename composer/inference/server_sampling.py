@@ -118,17 +118,36 @@ def check_ids(server: Server, ids: Sequence[int], param: str) -> None:
 
 def _mask(
   server: Server, prompt: Prompt, wanted: Wanted, stops: tuple[int, ...]
-) -> server_grammar.Mask | None:
+) -> Callable[[np.ndarray], np.ndarray] | None:
+  """What may be drawn next, of the ids sampled so far; None: anything.
+
+  Raises:
+    ApiError: nothing could be drawn, or ids that the model does not have.
+  """
   if prompt.masks is not None:
     return prompt.masks()
-  if not wanted.min_tokens or not stops:
+  late = wanted.min_tokens and stops
+  if not late and wanted.allowed is None and not wanted.banned:
     return None
-  everything = np.ones(server.vocab_size, bool)
-  going_on = everything.copy()
-  going_on[list(stops)] = False
+  later = np.ones(server.vocab_size, bool)
+  if wanted.allowed is not None:
+    check_ids(server, wanted.allowed, 'allowed_token_ids')
+    later[:] = False
+    later[list(wanted.allowed)] = True
+  check_ids(server, wanted.banned, 'logit_bias')
+  later[list(wanted.banned)] = False
+  first = later.copy()
+  if late:
+    first[list(stops)] = False
+  if not (first.any() and later.any()):
+    raise invalid(
+      'allowed_token_ids, logit_bias and min_tokens leave no token to be drawn;'
+      ' allow one that does not end the answer',
+      'allowed_token_ids' if wanted.allowed is not None else 'logit_bias',
+    )
 
   def mask(sampled: np.ndarray) -> np.ndarray:
-    return going_on if len(sampled) < wanted.min_tokens else everything
+    return first if len(sampled) < wanted.min_tokens else later
 
   return mask
 

@@ -31,6 +31,7 @@ import logging
 import os
 import pathlib
 import secrets
+import shutil
 import time
 from typing import Any
 
@@ -52,6 +53,8 @@ class Limits:
 
   Attributes:
     seconds: since a session was last used.
+    idle: seconds since then after which what has changed of it is written, so
+      that a process that is killed takes no more with it.
     sessions: of them.
     tokens: of all their segments.
     answers: tokens of answers that are found again in conversations.
@@ -59,6 +62,7 @@ class Limits:
   """
 
   seconds: float = 3600.0
+  idle: float = 60.0
   sessions: int = 10_000
   tokens: int = 4_000_000
   answers: int = 4_000_000
@@ -69,7 +73,7 @@ class Limits:
 class Session:
   """One session; `choices` are the answers to its last call, of which the
   recorder holds one until the next call shows which was used. `trainable` says
-  of each whether it can be trained on."""
+  of each whether it can be trained on. `written`: its folder may be there."""
 
   id: str
   folder: str  # that it is written to: a name may come again
@@ -88,6 +92,7 @@ class Session:
   trainable: tuple[bool, ...] = ()
   chosen: int = 0
   temperature: float = 1.0
+  written: bool = False
   ends: tuple[tuple[int, bytes], ...] = ()  # keys of the prefix index
 
 
@@ -97,8 +102,8 @@ class Table:
   Args:
     shape: (MoE layers, experts a token) of the model.
     limits: of the table.
-    directory: where sessions are written when they leave the table, and when
-      feedback arrives; None: they are not.
+    directory: where sessions are written when they leave the table, rest
+      (`write_idle`), or get feedback; None: they are not.
     clock: monotonic seconds.
   """
 
@@ -114,6 +119,9 @@ class Table:
     self._sessions: collections.OrderedDict[str, Session] = (
       collections.OrderedDict()
     )  # used longest ago first
+    self._changed: collections.OrderedDict[str, None] = (
+      collections.OrderedDict()
+    )  # since they were written; longest ago first
     self._prefixes: dict[int, dict[bytes, str]] = {}  # length -> digest -> id
     self._answers: collections.OrderedDict[bytes, tuple[int, ...]] = (
       collections.OrderedDict()
@@ -242,6 +250,7 @@ class Table:
     session.calls += 1
     self._sessions[session.id] = session
     self._touch(session)
+    self._change(session)
     self._index(session)
     self._bound(session)
     return session
@@ -259,9 +268,13 @@ class Table:
     session.recorder.retract()
     session.choices = ()
     session.calls -= 1
+    self._change(session)
     self._index(session)
     if not len(session.recorder) and not session.feedback:
       self._remove(session)
+      if session.written:
+        folder = self._directory / session.folder
+        self._writer.submit(shutil.rmtree, folder, ignore_errors=True)
 
   def get(self, name: str) -> Session | None:
     """A session by its id; one that expired is not there."""
@@ -312,6 +325,18 @@ class Table:
         return
       self._leave(session)
 
+  def write_idle(self) -> None:
+    """Writes what has changed of sessions that were not used for
+    `Limits.idle` seconds; they stay in the table."""
+    if self._directory is None:
+      return
+    before = self._clock() - self._limits.idle
+    while self._changed:
+      session = self._sessions[next(iter(self._changed))]
+      if session.used > before:
+        return
+      self._write_and_tell(session)
+
   def close(self) -> None:
     """Lets go of all sessions, and waits until they are written."""
     for session in list(self._sessions.values()):
@@ -321,6 +346,10 @@ class Table:
   def _touch(self, session: Session) -> None:
     session.used = self._clock()
     self._sessions.move_to_end(session.id)
+
+  def _change(self, session: Session) -> None:
+    self._changed[session.id] = None
+    self._changed.move_to_end(session.id)
 
   def _bound(self, newest: Session) -> None:
     count = sum(newest.recorder.lengths())
@@ -346,20 +375,26 @@ class Table:
   def _leave(self, session: Session) -> None:
     self._remove(session)
     self.expired += 1
-    written = self._write(session)
-    if written is not None:
-      written.add_done_callback(functools.partial(_tell, session.id))
+    self._write_and_tell(session)
 
   def _remove(self, session: Session) -> None:
     self._unindex(session)
     self._sessions.pop(session.id, None)
+    self._changed.pop(session.id, None)
     self._tokens -= session.tokens
     self._feedback -= session.feedback_bytes
+
+  def _write_and_tell(self, session: Session) -> None:
+    written = self._write(session)
+    if written is not None:
+      written.add_done_callback(functools.partial(_tell, session.id))
 
   def _write(self, session: Session) -> futures.Future | None:
     """On a thread: routes are many bytes, and answers must not wait."""
     if self._directory is None:
       return None
+    session.written = True
+    self._changed.pop(session.id, None)
     segments, about = self.segments(session), describe(session)
     folder = self._directory / session.folder
     return self._writer.submit(write, folder, about, segments)

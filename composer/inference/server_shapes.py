@@ -14,14 +14,15 @@ A choice has, where the request asked for it (`return_tokens`), a field `tokens`
   experts             with `return_experts`: int16 [P + S, L, K] as base64 of its
                       little-endian bytes, row by row, with its shape
 
-With `return_token_ids` it has the ids alone, as vLLM names them: `token_ids`, and
+Where a stop string, or a token of `stop_token_ids`, ended it, the choice has it as
+`stop_reason`. With `return_token_ids` it has the ids alone, as vLLM names them: `token_ids`, and
 `prompt_token_ids`.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -38,7 +39,8 @@ class Choice:
   """One answer: what was sampled, and how it reads.
 
   `finish` is OpenAI's reason, `call_ids` name the calls of `said`. `trainable`:
-  it is known what its tokens were drawn among.
+  it is known what its tokens were drawn among. `ended_by` is the stop string or
+  stop token of the request that ended it.
   """
 
   index: int
@@ -48,6 +50,7 @@ class Choice:
   finish: str
   call_ids: tuple[str, ...] = ()
   trainable: bool = True
+  ended_by: str | int | None = None
 
 
 def encode_array(array: np.ndarray) -> dict[str, Any]:
@@ -85,7 +88,10 @@ def tokens_field(choice: Choice, experts: bool) -> dict[str, Any]:
 
 def usage(prompts: int, choices: Sequence[Choice]) -> dict[str, int]:
   """`prompts`: tokens of all of them, each counted once."""
-  sampled = sum(len(x.completion.tokens) for x in choices)
+  return counts(prompts, sum(len(x.completion.tokens) for x in choices))
+
+
+def counts(prompts: int, sampled: int) -> dict[str, int]:
   return {
     'prompt_tokens': prompts,
     'completion_tokens': sampled,
@@ -139,20 +145,25 @@ def tool_deltas(choice: Choice) -> list[dict[str, Any]]:
   return out
 
 
+def _name(i: int, text: str, wanted: Wanted) -> str:
+  return f'token_id:{i}' if wanted.by_id else text
+
+
 def chat_logprobs(
-  tokenizer: Any, sampled: Piece | Completion, top: int
+  tokenizer: Any, sampled: Piece | Completion, wanted: Wanted
 ) -> dict[str, Any]:
-  """Of every sampled token, with the `top` likeliest in its place."""
+  """Of every sampled token, with the `wanted.top` likeliest in its place."""
 
   def told(i: int, logprob: float) -> dict[str, Any]:
     text, data = server_text.token_text(tokenizer, int(i))
+    text = _name(int(i), text, wanted)
     return {'token': text, 'logprob': float(logprob), 'bytes': data}
 
   content = []
   for n, (i, logprob) in enumerate(
     zip(sampled.tokens, sampled.logprobs, strict=True)
   ):
-    likely = [told(*pair) for pair in _likeliest(sampled, n, top)]
+    likely = [told(*pair) for pair in _likeliest(sampled, n, wanted.top)]
     content.append({**told(i, logprob), 'top_logprobs': likely})
   return {'content': content, 'refusal': None}
 
@@ -168,7 +179,7 @@ def _likeliest(
 
 
 def text_logprobs(
-  tokenizer: Any, sampled: Piece | Completion, top: int, offset: int = 0
+  tokenizer: Any, sampled: Piece | Completion, wanted: Wanted, offset: int = 0
 ) -> dict[str, Any]:
   """`offset`: characters of the answer before these tokens. Half a character
   counts as one. The likeliest are told by their text, and the sampled one with
@@ -177,22 +188,30 @@ def text_logprobs(
   def text(i: int) -> str:
     return server_text.token_text(tokenizer, int(i))[0]
 
-  texts, offsets, likely = [text(i) for i in sampled.tokens], [], []
-  for n, (word, logprob) in enumerate(
-    zip(texts, sampled.logprobs, strict=True)
+  def name(i: int) -> str:
+    return _name(int(i), text(i), wanted)
+
+  offsets, likely = [], []
+  for n, (i, logprob) in enumerate(
+    zip(sampled.tokens, sampled.logprobs, strict=True)
   ):
     offsets.append(offset)
-    offset += len(word)
+    offset += len(text(i))
     found: dict[str, float] = {}
-    for i, x in _likeliest(sampled, n, top):
-      found.setdefault(text(i), x)
-    likely.append({word: float(logprob), **found})
+    for other, x in _likeliest(sampled, n, wanted.top):
+      found.setdefault(name(other), x)
+    likely.append({name(i): float(logprob), **found})
   return {
-    'tokens': texts,
+    'tokens': [name(i) for i in sampled.tokens],
     'token_logprobs': [float(x) for x in sampled.logprobs],
-    'top_logprobs': likely if top else None,
+    'top_logprobs': likely if wanted.top else None,
     'text_offset': offsets,
   }
+
+
+def characters(tokenizer: Any, ids: Iterable[int]) -> int:
+  """By which `text_offset` grows over some tokens."""
+  return sum(len(server_text.token_text(tokenizer, int(i))[0]) for i in ids)
 
 
 def chat_choice(
@@ -213,7 +232,7 @@ def _choice(tokenizer, choice, said, logprobs, wanted):
   """A choice that says `said`; `logprobs` is a function of their shape."""
   told = None
   if wanted.logprobs:
-    told = logprobs(tokenizer, choice.completion, wanted.top)
+    told = logprobs(tokenizer, choice.completion, wanted)
   return {
     'index': choice.index,
     **said,
@@ -226,6 +245,8 @@ def _choice(tokenizer, choice, said, logprobs, wanted):
 def extras(choice: Choice, wanted: Wanted) -> dict[str, Any]:
   """What of a choice is told beyond OpenAI's fields, where it is asked for."""
   out: dict[str, Any] = {}
+  if choice.ended_by is not None:
+    out['stop_reason'] = choice.ended_by
   if wanted.ids:
     out['prompt_token_ids'] = choice.context.tolist()
     out['token_ids'] = choice.completion.tokens.tolist()

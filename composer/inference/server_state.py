@@ -115,7 +115,8 @@ class Server:
   """One server.
 
   `active` are the tasks of requests that are being answered, `answers` how many
-  answers those are. `vocabulary` is the model's as grammars are kept by; None
+  answers those are. `draining`: no more are taken; `cut`: nor are those finished
+  that are under way. `vocabulary` is the model's as grammars are kept by; None
   until the first (`server_grammar.open_vocabulary`), of which each would take
   seconds and memory: `opening` is held meanwhile, on a thread.
   """
@@ -136,3 +137,4 @@ class Server:
   vocabulary: Any = None
   opening: threading.Lock = dataclasses.field(default_factory=threading.Lock)
   draining: bool = False
+  cut: bool = False

@@ -41,6 +41,9 @@ class Turn:
     stop: strings that end it.
     chat: a turn of a conversation; else a continuation of a text, which has no
       thinking and keeps its white space.
+    keep_stop: the stop string that ends it is part of it.
+    special: whether control tokens that mark nothing are told by their names;
+      None: those that end it are not.
   """
 
   template: Template
@@ -49,6 +52,8 @@ class Turn:
   tools: bool = False
   stop: tuple[str, ...] = ()
   chat: bool = True
+  keep_stop: bool = False
+  special: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +81,14 @@ class Reader:
   Attributes:
     thinking, content: all that was given so far.
     stopped: a stop string was found; no more is read.
+    stop: which.
     count: sampled tokens read, up to the one that ended a stop string.
   """
 
   def __init__(self, turn: Turn):
     self.turn = turn
     self.thinking = self.content = ''
-    self.stopped = False
+    self.stopped, self.stop = False, ''
     self.count = 0
     self._bytes = codecs.getincrementaldecoder('utf-8')('replace')
     self._pending = ''
@@ -127,6 +133,9 @@ class Reader:
         self._release(self._bytes.decode(tokenizer.to_bytes((i,))))
       elif i not in self._ends:
         self._mark(tokenizer.names.get(i, ''))
+      elif self.turn.special:
+        self._release(self._bytes.decode(b'', True) + tokenizer.names[i])
+        self._bytes.reset()
 
   def _mark(self, name: str) -> None:
     """A control token: the text before it is complete."""
@@ -141,7 +150,7 @@ class Reader:
       phase = _THINKING
     elif self.turn.tools:
       phase = _HELD
-    else:
+    elif self.turn.special is not False:
       self._release(name)
     if phase != self._phase:
       self._release('', last=True)
@@ -154,10 +163,12 @@ class Reader:
     pending = self._pending + text
     keep = 0 if last else _may_begin(pending, self._watched)
     found = _first(pending, self._watched)
+    ended = found is not None and found[1] in self.turn.stop
+    kept = ended and self.turn.keep_stop
     if found is not None:
-      pending, keep = pending[: found[0]], 0
+      pending, keep = pending[: found[0] + kept * len(found[1])], 0
     sure = pending[: len(pending) - keep]
-    given = sure.rstrip() if self.turn.chat else sure
+    given = sure.rstrip() if self.turn.chat and not kept else sure
     self._pending = pending[len(given) :]
     before = self.thinking if self._phase == _THINKING else self.content
     if self.turn.chat and not before:
@@ -167,7 +178,7 @@ class Reader:
     else:
       self.content += given
     if found is not None:
-      self.stopped = found[1] in self.turn.stop
+      self.stopped, self.stop = ended, found[1] if ended else ''
       self._phase = _TEXT if self.stopped else _HELD
 
 

@@ -11,7 +11,8 @@ INVALID = 'invalid_request_error'
 
 
 class ApiError(Exception):
-  """An error as OpenAI's API words it; `status` is that of HTTP."""
+  """An error as OpenAI's API words it; `status` is that of HTTP, `allow` the
+  methods that a path takes."""
 
   def __init__(
     self,
@@ -21,8 +22,10 @@ class ApiError(Exception):
     kind: str = INVALID,
     param: str | None = None,
     code: str | None = None,
+    allow: tuple[str, ...] = (),
   ):
     super().__init__(message)
+    self.allow = allow
     self.status, self.kind, self.param, self.code = status, kind, param, code
 
   def body(self) -> dict[str, Any]:
@@ -38,6 +41,11 @@ class ApiError(Exception):
 
 def invalid(message: str, param: str, code: str = 'invalid_value') -> ApiError:
   return ApiError(message, param=param, code=code)
+
+
+def _told(value: float) -> str:
+  text = str(value)
+  return text if len(text) <= 40 else f'{text[:40]}...'
 
 
 def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
@@ -62,7 +70,7 @@ def whole(body, name, default, low, high=2**31 - 1):
       'invalid_type',
     )
   if not low <= value <= high:
-    raise invalid(f'{name}={value} must lie in {low}..{high}', name)
+    raise invalid(f'{name}={_told(value)} must lie in {low}..{high}', name)
   return value
 
 
@@ -76,5 +84,7 @@ def number(body, name, default, low, high, above=False):
     above and value == low
   ):
     side = f'more than {low:g}' if above else f'at least {low:g}'
-    raise invalid(f'{name}={value} must be {side}, at most {high:g}', name)
+    raise invalid(
+      f'{name}={_told(value)} must be {side}, at most {high:g}', name
+    )
   return float(value)

@@ -36,12 +36,21 @@ def map_rows(
   fn: Callable[..., Any],
   numerics: config_lib.NumericsConfig,
   *arrays: Array,
+  used: Array | None = None,
 ) -> Any:
   """fn over rows: arrays [N, ...] -> pytree of [N, ...].
 
   In `bitwise`, N must be a multiple of `numerics.row_block`, at least two
   blocks: XLA unrolls a loop of one trip and then compiles its body anew, in
   the context of what surrounds it.
+
+  Args:
+    fn: of a block of rows.
+    numerics: static.
+    arrays: [N, ...].
+    used: int32, the first rows that are read of the result; `bitwise` on a CPU
+      then leaves out blocks without one, which are 0. None: all. Not
+      differentiable.
   """
   rows, block = arrays[0].shape[0], numerics.row_block
   if numerics.mode != 'bitwise' or operations.of(numerics).fixed:
@@ -55,8 +64,27 @@ def map_rows(
   blocks = jax.tree.map(
     lambda a: a.reshape(rows // block, block, *a.shape[1:]), arrays
   )
-  out = jax.lax.map(lambda block_arrays: fn(*block_arrays), blocks)
+  if used is None:
+    out = jax.lax.map(lambda block_arrays: fn(*block_arrays), blocks)
+  else:
+    out = _first_blocks(fn, -(-used // block), blocks)
   return jax.tree.map(lambda a: a.reshape(rows, *a.shape[2:]), out)
+
+
+def _first_blocks(fn: Callable[..., Any], count: Array, blocks: Any) -> Any:
+  """`lax.map` of fn over the first `count` of blocks [B, R, ...]; 0 beyond.
+
+  The body is that of `lax.map`, so a row has the bits that the trainer's has.
+  """
+
+  def one(n: Array, out: Any) -> Any:
+    found = fn(*jax.tree.map(lambda a: a[n], blocks))
+    return jax.tree.map(lambda o, x: o.at[n].set(x), out, found)
+
+  total = jax.tree.leaves(blocks)[0].shape[0]
+  shapes = jax.eval_shape(fn, *jax.tree.map(lambda a: a[0], blocks))
+  out = jax.tree.map(lambda s: jnp.zeros((total, *s.shape), s.dtype), shapes)
+  return jax.lax.fori_loop(0, count, one, out)
 
 
 def in_cache(fn: Callable[..., Any], block: int, *arrays: Array) -> Any:

@@ -86,7 +86,7 @@ def _among(kept: Array, vocabulary: int) -> Array:
 
 
 def row_logprobs(
-  config, numerics, norm, unembed, x, target, temperature, kept=None
+  config, numerics, norm, unembed, x, target, temperature, kept=None, used=None
 ):
   """Logprob and entropy of one target a row, in the mode's numerics.
 
@@ -101,6 +101,7 @@ def row_logprobs(
     kept: None, or what each row was drawn among, to renormalise over: int32
       [N, J], ids, then -1 (-1 alone is all of them); or uint8 [N, ceil(V / 8)],
       packed bits.
+    used: see `layers.map_rows`.
 
   Returns:
     (logprob [N], entropy [N]), float32.
@@ -130,7 +131,7 @@ def row_logprobs(
   if numerics.mode != 'bitwise' and x.shape[0] > block:
     both = layers.in_blocks(rows, block, *arrays)
   else:
-    both = layers.map_rows(rows, numerics, *arrays)
+    both = layers.map_rows(rows, numerics, *arrays, used=used)
   return both[:, 0], both[:, 1]
 
 
@@ -159,7 +160,7 @@ def _row_logprobs_forward(config, numerics, *args):
 
 
 def _row_logprobs_backward(config, numerics, args, cotangents):
-  norm, unembed, x, target, temperature, kept = args
+  norm, unembed, x, target, temperature, kept, _ = args
 
   fast = as_fast(numerics)
 
@@ -169,7 +170,7 @@ def _row_logprobs_backward(config, numerics, args, cotangents):
     )
 
   _, pull = jax.vjp(again, norm, unembed, x)
-  return *pull(cotangents), None, None, None
+  return *pull(cotangents), None, None, None, None
 
 
 row_logprobs_fixed = jax.custom_vjp(row_logprobs, nondiff_argnums=(0, 1))

@@ -32,6 +32,7 @@ from pallas_kernels.grouped_matmul import groups
 Array = jax.Array
 XLA = 'xla'  # the plain expression, not the kernel's reference
 LINE = 64  # of whose multiples the kernels take columns
+MANY = 1024  # rows from which three products of 16 bits cost less than one
 EXACT = 15  # bits behind the point of a factor; see `factor`
 
 
@@ -174,13 +175,15 @@ def wide_matmul(
 
   Kernels multiply 16-bit numbers. x in bfloat16 is one already; w is the sum of
   three of them to within 2^-24 of itself, and their products are exact in
-  float32. The sums of the three are added smallest first.
+  float32. The sums of the three are added smallest first. XLA multiplies many
+  rows on a GPU so too: it has no tensor cores for float32.
 
   Args:
     ops, x, w: see above.
     split: `parts` of w where they are at hand; not differentiated then.
   """
-  if not splits(ops, x.dtype):
+  many = ops.sparse != XLA and x.dtype == jnp.bfloat16 and len(x) >= MANY
+  if not splits(ops, x.dtype) and not many:
     wide = x.astype(jnp.float32)
     return jnp.matmul(wide, w, precision=jax.lax.Precision.HIGHEST)
   return _wide_matmul(ops, x, w, split)
@@ -205,10 +208,13 @@ def parts(w: Array, dtype: jnp.dtype) -> Array:
 def _wide_matmul(ops, x, w, stacked):
   n = w.shape[1]
   stacked = parts(w, x.dtype) if stacked is None else stacked
-  chosen = matmul_lib.choose(x, stacked, implementation=ops.dense)
-  if chosen == 'reference':
-    return wide_matmul(PLAIN, x, w)
-  sums = grouped_matmul.product(x, stacked, chosen)
+  if ops.dense == XLA:
+    sums = logits(PLAIN, x, stacked)
+  else:
+    chosen = matmul_lib.choose(x, stacked, implementation=ops.dense)
+    if chosen == 'reference':
+      return wide_matmul(PLAIN, x, w)
+    sums = grouped_matmul.product(x, stacked, chosen)
   return sums[:, :n] + (sums[:, n : 2 * n] + sums[:, 2 * n : 3 * n])
 
 
@@ -398,7 +404,14 @@ def paged_attention(
   tiles = (len(q) - len(table)) // (tile - 1) if tile > 1 else 0
   alone = len(table) - tiles
   heads = []
-  for part, count in ((slice(alone), 1), (slice(alone, None), tile)):
+  more = dict(scale=1.0 / divisor, width=width, implementation=ops.sparse)
+  whole = paged_attention_lib.in_place(
+    *(q, k_pages, v_pages, table[alone:], positions[alone:]),
+    first=alone,
+    **more,
+  )
+  parts = ((slice(alone), 1), (slice(alone, None), tile))
+  for part, count in parts[: 2 if whole is None else 1]:
     if not len(table[part]):
       continue
     some = paged_attention_lib.paged_attention(
@@ -407,12 +420,12 @@ def paged_attention(
       v_pages,
       table[part],
       positions[part].reshape(-1, count),
-      scale=1.0 / divisor,
-      width=width,
       split=0 if ops.fixed else None,
-      implementation=ops.sparse,
+      **more,
     )
     heads.append(some.reshape(-1, *some.shape[2:]))
+  if whole is not None:
+    return whole.at[:alone].set(heads[0]) if heads else whole
   return jnp.concatenate(heads) if len(heads) > 1 else heads[0]
 
 

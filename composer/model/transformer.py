@@ -114,7 +114,7 @@ def _layer(
   )
 
 
-def _paged(numerics, scores, q, positions, table, *pages):
+def _paged(numerics, scores, q, positions, table, *pages, used=None):
   """`attention.paged` over blocks of rows."""
   return layers.map_rows(
     lambda *rows: attention.paged(*rows, *pages, **scores),
@@ -122,6 +122,7 @@ def _paged(numerics, scores, q, positions, table, *pages):
     q,
     positions,
     table,
+    used=used,
   )
 
 
@@ -421,11 +422,12 @@ class _Places(NamedTuple):
   table: Array  # int32 [S, M]
   of: np.ndarray | None  # see `sequences_of`
   turns: tuple[Array, Array] | None  # cos, sin, where attention turns
+  used: Array | None  # see `step`
 
 
 def _attended(numerics, scores, alone, places, base, q, k, v, keys, values):
   """(heads, keys, values) of a layer whose pages are from `base` on."""
-  positions, at, page, table, of, turns = places
+  positions, at, page, table, of, turns, used = places
   ops, block = operations.of(numerics), numerics.kv_block
   kernels = ops.sparse != operations.XLA
   if kernels and alone:
@@ -451,7 +453,7 @@ def _attended(numerics, scores, alone, places, base, q, k, v, keys, values):
     )
   else:
     own = base + (table if of is None else table[of])
-    heads = _paged(numerics, scores, q, at, own, keys, values)
+    heads = _paged(numerics, scores, q, at, own, keys, values, used=used)
   return heads, keys, values
 
 
@@ -467,7 +469,7 @@ def _step_layer(config, numerics, layout, alone, places, turns, carry, p):
   some = p, config, numerics, form
   if more is None:
     project = functools.partial(trunk.project, *some)
-    q, k, v = layers.map_rows(project, numerics, x, *turns)
+    q, k, v = layers.map_rows(project, numerics, x, *turns, used=places.used)
   else:
     enter = functools.partial(trunk.enter, *some)
     x, (q, k, v) = layers.map_rows(enter, numerics, x, more, *turns)
@@ -483,7 +485,9 @@ def _step_layer(config, numerics, layout, alone, places, turns, carry, p):
   )
   replay = jnp.full((len(x), config.experts_per_token), -1, jnp.int32)
   if layout is None:
-    x, *rest = layers.map_rows(finish, numerics, x, heads, replay)
+    x, *rest = layers.map_rows(
+      finish, numerics, x, heads, replay, used=places.used
+    )
   else:  # rows meet those of other devices, all at once
     x, *rest = finish(x, heads, replay)
   if more is not None:
@@ -502,6 +506,7 @@ def step(
   layout: mesh_lib.Layout | None = None,
   turns: tuple[Array, Array] | None = None,
   alone: bool = False,
+  used: Array | None = None,
 ) -> tuple[Array, Array, Cache]:
   """Runs N loose rows, prefill and decode alike, through the model.
 
@@ -521,6 +526,8 @@ def step(
       `shard_map`, and all other parameters whole.
     turns: see `trunk.rope`.
     alone: static; whether every row is the only one of its sequence.
+    used: int32; those behind the first so many rows are nobody's, and need not
+      be computed. None: all may be somebody's.
 
   Returns:
     (hidden [N, D], experts int16 [N, L, K], cache).
@@ -532,7 +539,9 @@ def step(
   turns = trunk.rope(config, at, table.shape[1] * block, turns)
   kept = table, cache.keys, cache.values
   inside = alone and operations.turns_itself(ops, config, *kept)
-  places = _Places(positions, at, page, table, of, turns if inside else None)
+  places = _Places(
+    positions, at, page, table, of, turns if inside else None, used
+  )
   turns = (None, None) if inside else turns
   some = config, numerics, layout, alone, places, turns
   body = functools.partial(_step_layer, *some)

@@ -82,7 +82,7 @@ def attention(
   if chosen.startswith('gpu') and tiles is None:
     from pallas_kernels.attention import gpu
 
-    tiles = gpu.fitting(q.shape[-1], width, block, v is None, False, t)
+    tiles = gpu.tuned(q.shape[-1], width, block, v is None, t, split)
   pad = -t % block
   if pad:
     grow = lambda x: jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731

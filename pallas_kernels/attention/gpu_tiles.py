@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels import mosaic
+from pallas_kernels.attention import gpu_waits
 
 ROWS = 64  # of a consumer: what one instruction of the tensor core takes
 LONG = 8192  # tokens
@@ -22,6 +23,15 @@ class Tiles:
     turns: whether two consumers take turns in the tensor core.
     overlap: whether a consumer multiplies a block's values while it is in the
       softmax of the next; not in the absorbed form.
+    grid: whether a block of threads takes one item and ends, and the hardware
+      deals items out; those of a few heads, whose keys and values stay in the
+      L2 cache, come together. Without it as many blocks as multiprocessors
+      stay, and take items of all heads by length. Packed only, without splits.
+    named: whether consumers wait for each other, and the producer for them, at
+      the named barriers of the hardware. One consumer then lets the other on
+      without waiting itself. Not in the absorbed form.
+    late: whether weights are summed while values are multiplied, and the next
+      keys waited for; where values do not overlap the next softmax.
   """
 
   consumers: int = 2
@@ -29,6 +39,9 @@ class Tiles:
   slots: int = 1
   turns: bool = True
   overlap: bool = False
+  grid: bool = False
+  named: bool = False
+  late: bool = False
 
   def __post_init__(self):
     if self.consumers not in (1, 2) or self.stages < 2:
@@ -38,6 +51,12 @@ class Tiles:
       )
     if self.slots not in (1, 2):
       raise ValueError(f'slots={self.slots}; give 1 or 2')
+    if self.named and self.stages > gpu_waits.STAGES:
+      raise ValueError(
+        f'stages={self.stages}: named barriers are for {gpu_waits.STAGES}'
+      )
+    if self.late and self.overlap:
+      raise ValueError('late and overlap exclude each other')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +74,8 @@ class Work:
     split: blocks of a split, or 0: keys are not cut.
     long: whether a row can have more than one split.
     apart: whether an item is one split, whose sums are written as they are.
+    heads: of queries in a tile, for each of its tokens, as they lie in memory;
+      1: a tile is tokens of one head. Rows are counted in these.
     interpret: whether this runs on CPU.
   """
 
@@ -70,6 +91,7 @@ class Work:
   split: int = 0
   long: bool = False
   apart: bool = False
+  heads: int = 1
   interpret: bool = False
 
   @property
@@ -86,6 +108,11 @@ class Work:
   def columns(self) -> int:
     """Of the output of a consumer."""
     return self.width // self.parts
+
+  @property
+  def pieces(self) -> int:
+    """Copies that fill 64 rows of queries."""
+    return ROWS // self.heads if self.heads > 1 else 1
 
   @property
   def merges(self) -> bool:

@@ -52,8 +52,8 @@ def grouped_matmul(
     gated: silu(gate) * up in float32 before the one rounding. For gradients the
       two products are computed again.
     implementation: a name of `dispatch.NAMES`; None: the best there is.
-    tiles: `gpu.Tiles` for the forward kernel, instead of the tuned ones; of one
-      group also `gpu_few.Few`.
+    tiles: `gpu.Tiles` or, for few rows, `gpu_few.Few` for the forward kernel,
+      instead of the tuned ones.
 
   Returns:
     [M, N] in x's dtype. Differentiable in x and in w that is not packed.
@@ -235,13 +235,13 @@ def _tuned_few(x, w, transpose: bool = False, gated: bool = False):
   """Tiles of the kernel of few rows, where the tunings want it here, or None.
 
   The first of these keys that is there: gated or not, K and N; K and N; gated;
-  any.
+  any. Those of one group are a table of their own.
   """
   from pallas_kernels.grouped_matmul import gpu_few
 
   if gpu_few.unsupported(x, w, x.dtype, transpose):
     return None
-  table = dispatch.tuning(ONE)
+  table = dispatch.tuning(ONE if w.shape[0] == 1 else NAME)
   size = f' {x.shape[1]} {w.shape[-1]}'
   for key in (f'few gated{size}', f'few{size}', 'few gated', 'few'):
     if key in table and (gated or 'gated' not in key):
@@ -284,7 +284,7 @@ def _run_gpu(x, w, group_sizes, tiles, **more):
   from pallas_kernels.grouped_matmul import gpu_few
 
   if isinstance(tiles, gpu_few.Few):
-    return gpu_few.matmul(x, w, tiles=tiles, **more)
+    return gpu_few.grouped_matmul(x, w, group_sizes, tiles=tiles, **more)
   return gpu.grouped_matmul(x, w, group_sizes, tiles=tiles, **more)
 
 

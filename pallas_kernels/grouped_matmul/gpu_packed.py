@@ -8,8 +8,7 @@ further on is asked for, into the same registers. Where few warps run, those can
 hold all that must be on its way: then the warps of a tile share out the bytes of the
 steps after those and have them brought to the L2 cache. (Where many run, that only
 adds reads of what the cache has lost again.) Which rows are a warp's it finds from
-the sizes of all groups itself: a plan made before would be three launches more, of a
-tenth of the time that eight rows take.
+the sizes of all groups itself (`gpu_find`).
 
   nvfp4   bytes [E, K / 2, N] hold K even in the low bits and K odd in the high.
           A number of four bits times its scale is a bfloat16 exactly; the outer
@@ -33,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import warp
+from pallas_kernels.grouped_matmul import gpu_find
 from pallas_kernels.grouped_matmul import groups
 
 STEP = 16  # of K, that the tensor core adds at once
@@ -122,7 +122,7 @@ def grouped_matmul(
 def _kernel(w, sizes, x, codes, scale, *rest, k, n, rows, unroll, ahead):
   outer, y = rest if len(rest) == 2 else (None, rest[0])
   strips = n // (8 * WIDE)
-  group, first, end = _find(w, sizes, w.warp // strips, rows)
+  group, first, end = gpu_find.find(w, sizes, w.warp // strips, rows)
 
   def product():
     column = (w.warp % strips) * (8 * WIDE) + (w.lane >> 2) * WIDE
@@ -145,43 +145,6 @@ def _kernel(w, sizes, x, codes, scale, *rest, k, n, rows, unroll, ahead):
     _store(w, y, sums, first, end, column, n, rows)
 
   w.when(first < end, product)
-
-
-def _find(w, sizes, tile, rows: int):
-  """Group, first row and end of the group of a tile; past the last, 0 three times.
-
-  A lane counts the rows and the tiles of some groups that follow each other; the
-  one that has the tile tells the others.
-  """
-  each = -(-sizes.size // warp.LANES)
-  own = w.lane * each
-  held = []
-  for i in range(each):
-    inside = own + i < sizes.size
-    size = w.load(sizes, (own + i).minimum(w.value(sizes.size - 1)))
-    held.append(w.where(inside, size, 0))
-  counts = [(size + (rows - 1)) // rows for size in held]
-  row, start = _before(w, held), _before(w, counts)
-  found = [w.value(0)] * 3
-  here = w.value(False, 'pred')
-  for i, (size, count) in enumerate(zip(held, counts, strict=True)):
-    hit = (tile >= start) & (tile < start + count)
-    values = own + i, row + (tile - start) * rows, row + size
-    found = [w.where(hit, *both) for both in zip(values, found, strict=True)]
-    here, row, start = here | hit, row + size, start + count
-  # The last lane where none has it: nothing was found there.
-  lane = w.lowest_bit(w.ballot(here) | (1 << (warp.LANES - 1)))
-  return [w.shuffle(one, lane) for one in found]
-
-
-def _before(w, numbers):
-  """What the numbers of all lanes before this one add up to."""
-  own = functools.reduce(lambda a, b: a + b, numbers)
-  total, by = own, 1
-  while by < warp.LANES:
-    total += w.where(w.lane >= by, w.shuffle_up(total, by), 0)
-    by *= 2
-  return total - own
 
 
 def _scales(w, scale, group, k: int, n: int, fp8: bool):

@@ -24,6 +24,7 @@ import numpy as np
 from pallas_kernels import attention
 from pallas_kernels import checks
 from pallas_kernels import dispatch
+from pallas_kernels import mosaic
 from pallas_kernels.paged_attention import reference
 
 NAME = 'paged_attention'
@@ -89,6 +90,62 @@ def paged_attention(
   if chosen.startswith('tpu'):
     return tpu.forward(*arguments, **sizes)
   return gpu.forward(*arguments, **sizes, split=split)
+
+
+def in_place(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array | None,
+  table: jax.Array,
+  positions: jax.Array,
+  *,
+  first: int,
+  scale: float,
+  width: int = 0,
+  implementation: str | None = None,
+) -> jax.Array | None:
+  """`paged_attention` of rows as they lie behind others; the bits are the same.
+
+  Neither queries nor results are laid out anew: 135 MB of each for 8,192 rows of
+  32 heads of 128 numbers, read and written.
+
+  Args:
+    q: [R, H, K]; the rows from `first` on are of N sequences, as many of each.
+    k_pages, v_pages, scale, width, implementation: see `paged_attention`.
+    table: int32 [N, M].
+    positions: int32 [R - first]; negative: no query, and 0 comes out.
+    first: rows before them.
+
+  Returns:
+    [R, H, W] with nothing known in the first rows; or None, where tunings do not
+    say that this is faster, or no kernel can do it: not on other devices, nor for
+    less than 8 heads of queries to one of keys, nor for few sequences.
+
+  Raises:
+    ValueError: as `paged_attention`.
+  """
+  n = len(table)
+  if not dispatch.tuning(NAME).get('chunk', {}).get('in_place', False):
+    return None
+  if not n or first >= len(q) or (len(q) - first) % n:
+    return None
+  some = q[first:].reshape(n, -1, *q.shape[1:])
+  places = positions.reshape(n, -1)
+  _check(some, k_pages, v_pages, table, places, scale, width)
+  width = width if v_pages is None else v_pages.shape[-1]
+  chosen = _choose(some, k_pages, v_pages, width, implementation)
+  few = 4 * n * k_pages.shape[2] < 3 * mosaic.cores()  # see `gpu.few`
+  if few or not chosen.startswith('gpu'):
+    return None
+  from pallas_kernels.paged_attention import gpu
+
+  return gpu.in_place(
+    *(q, k_pages, v_pages, table, positions),
+    first=first,
+    width=width,
+    scale=float(scale),
+    interpret=chosen.endswith('interpret'),
+  )
 
 
 def decode(

@@ -6,6 +6,8 @@ that share a head of keys, so that a page is read once for all of them.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -95,6 +97,49 @@ def forward(
     out = gpu_kernel.run(work, items, *arguments)[0].reshape(n, g, high, width)
   out = out[:, :, :rows].reshape(n, g, queries, share, width)
   return jnp.swapaxes(out, 1, 2).reshape(n, queries, h, width)
+
+
+def in_place(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array | None,
+  table: jax.Array,
+  positions: jax.Array,
+  *,
+  first: int,
+  width: int,
+  scale: float,
+  interpret: bool = False,
+) -> jax.Array | None:
+  """[R, H, W]; see the package. None where `forward` is to be used.
+
+  A tile is loaded and stored token by token, the heads of each that share a head
+  of keys: 8 at least, which is what the layout of shared memory has together.
+  """
+  h, key = q.shape[1:]
+  block, g = k_pages.shape[1:3]
+  n, share = len(table), h // g
+  rows = (len(q) - first) // n * share
+  unit = gpu.ROWS * (1 if rows <= gpu.ROWS else 2)
+  if v_pages is None or share not in (8, 16, 32, 64) or rows % unit:
+    return None
+  work = gpu.plan(
+    *(key, width, block, scale, False, True, None, interpret),
+    log=False,
+    few=rows <= gpu.ROWS,
+  )
+  last = jnp.repeat(positions.astype(jnp.int32).reshape(n, -1), share, axis=1)
+  items = paged_items(last, g, unit, block, 0)
+  items = items.at[:, 0].set(items[:, 2] + first * share)
+  items = items.at[:, 1].set(items[:, 3])
+  return gpu_kernel.run(
+    dataclasses.replace(work, heads=share),
+    work_lib.longest_first(items, work.sms),
+    table.astype(jnp.int32),
+    jnp.zeros((last.size,), jnp.int32),
+    last.reshape(-1),
+    *(q, k_pages, v_pages, 0),
+  )[0]
 
 
 def _by_splits(work: gpu.Work, items, pages: int, rows: int, arguments):

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import warp
+from pallas_kernels.route import several
 from pallas_kernels.route.reference import LEAST
 from pallas_kernels.route.reference import Router
 
@@ -125,59 +126,82 @@ def order(
 
 
 def route_rows(
-  w, share, logits, bias, replay, out, router: Router, whole: bool
+  w,
+  share,
+  logits,
+  bias,
+  replay,
+  out,
+  router: Router,
+  whole: bool,
+  together: int = 1,
 ) -> None:
   """Experts, gates and native experts, to `out`; native ones only if `whole`.
 
-  `share` is a warp's first row, and how many rows further its next one is.
+  `share` is a warp's first row, and how many rows further its next one is; it
+  does so many of them at once as `together` says, which must be 1 if `whole`.
   """
-  k = router.k
-  rows = out[1].size // k
+  rows = out[1].size // router.k
   e = logits.size // rows
+  refs = logits, bias, replay
 
-  def one_row(row):
-    slot = row * k + w.lane
-    loads = _Row(logits, row * e, e, router)
+  def step(row):
+    if together == 1:
+      return _route_row(w, row, e, refs, out, router, whole)
+    rows_of = several.Several(w, together)
+    own = rows_of.of([row + i * share[1] for i in range(together)])
+    # Past the last row it is the last once more, and not stored.
+    last, here = own.minimum(w.value(rows - 1)), own < rows
+    return _route_row(rows_of, last, e, refs, out, router, whole, here)
 
-    def native():
-      own, _ = _native(w, loads, bias, router)
-      _write(w, slot, own, _scores_of(w, loads, own), out, router)
-      return own
+  w.loop(share[0], rows, share[1] * together, step)
 
-    if replay is None:
-      own = native()
-      if whole:
-        w.when(w.lane < k, lambda: w.store(out[2], slot, own))
-      return
-    given = w.when(w.lane < k, lambda _: [w.load(replay, slot)], [w.value(0)])[
-      0
-    ]
-    known = w.ballot(given < e).equals(warp.ALL)
+
+def _route_row(w, row, e: int, refs, out, router, whole, here=None) -> None:
+  """A row, or of several those that are `here`."""
+  logits, bias, replay = refs
+  slot = row * router.k + w.lane
+  loads = _Row(logits, row * e, e, router)
+
+  def write(experts, sums):
+    chosen = _scores_of(w, loads, experts, sums)
+    _write(w, slot, experts, chosen, out, router, here)
+
+  if replay is None:
+    own, _, sums = _native(w, loads, bias, router)
+    write(own, sums)
     if whole:
-      _audited(w, loads, bias, given, known, slot, out, router)
-      return
-    w.when(
-      known,
-      lambda: _write(w, slot, given, _scores_of(w, loads, given), out, router),
-    )
-    w.when(w.negate(known), lambda: native() and None)
+      w.when(w.lane < router.k, lambda: w.store(out[2], slot, own))
+    return
+  (given,) = w.when(
+    w.lane < router.k, lambda _: [w.load(replay, slot)], [w.value(0)]
+  )
+  known = w.ballot(given < e).equals(warp.ALL)
+  if whole:
+    _audited(w, loads, bias, given, known, slot, out, router)
+    return
 
-  w.loop(share[0], rows, share[1], one_row)
+  def native():
+    own, _, sums = _native(w, loads, bias, router)
+    write(own if here is None else w.where(known, given, own), sums)
+
+  every = known if here is None else w.every(known)
+  w.when(every, lambda: write(given, _all_sums(w, loads)))
+  w.when(w.negate(every), native)
 
 
 def _audited(w, loads, bias, given, known, slot, out, router) -> None:
   """Native experts are found too, and implausible ones replaced by them."""
-  own, keys = _native(w, loads, bias, router)
+  own, keys, sums = _native(w, loads, bias, router)
+  scores = functools.partial(_scores_of, w, loads, sums=sums)
   used = w.where(known, given, own)
   if router.plausibility > 0:
     low = w.where(
-      w.lane < router.k,
-      _ordered(w, _scores_of(w, loads, own)),
-      w.value(warp.ALL),
+      w.lane < router.k, _ordered(w, scores(own)), w.value(warp.ALL)
     )
     least = _float(w, w.reduce('min', low))
-    used = _plausible(w, _scores_of(w, loads, used), keys, used, least, router)
-  _write(w, slot, used, _scores_of(w, loads, used), out, router)
+    used = _plausible(w, scores(used), keys, used, least, router)
+  _write(w, slot, used, scores(used), out, router)
   w.when(w.lane < router.k, lambda: w.store(out[2], slot, own))
 
 
@@ -195,37 +219,38 @@ class _Row:
   router: Router
 
 
-def _all_scores(w, row: _Row) -> list:
-  """Of experts lane, lane + 32, ...; past the last as of a logit of -inf."""
-  found = _logits(w, row)
-  sums = _sums(w, row, found)
-  return [_score(w, one, sums) for one in found]
-
-
-def _scores_of(w, row: _Row, experts):
-  """Lane i < k: the score of its expert, with the bits of `_all_scores`."""
+def _scores_of(w, row: _Row, experts, sums):
+  """Lane i < k: the score of its expert, with the bits that all have."""
   logit = w.when(
     w.lane < row.router.k,
     lambda _: [w.load(row.logits, row.first + experts)],
     [_zero(w)],
   )[0]
-  whole = _logits(w, row) if row.router.kind == 'softmax' else []
-  return _score(w, logit, _sums(w, row, whole))
+  return _score(w, logit, sums)
+
+
+def _held(w, ref, first, e: int, past: float) -> list:
+  """Numbers lane, lane + 32, ... of e from `first` on; `past` after the last."""
+  found = []
+  for i in range(-(-e // warp.LANES)):
+    place = w.lane + warp.LANES * i
+    at = place if first is None else first + place
+    if (i + 1) * warp.LANES <= e:
+      found.append(w.load(ref, at))
+    else:
+      found += w.when(
+        place < e, lambda _, at=at: [w.load(ref, at)], [w.value(past, 'f32')]
+      )
+  return found
 
 
 def _logits(w, row: _Row) -> list:
-  found = []
-  for i in range(-(-row.e // warp.LANES)):
-    place = w.lane + warp.LANES * i
-    if (i + 1) * warp.LANES <= row.e:
-      found.append(w.load(row.logits, row.first + place))
-    else:
-      found += w.when(
-        place < row.e,
-        lambda _, at=place: [w.load(row.logits, row.first + at)],
-        [w.value(-jnp.inf, 'f32')],
-      )
-  return found
+  return _held(w, row.logits, row.first, row.e, -jnp.inf)
+
+
+def _all_sums(w, row: _Row):
+  softmax = row.router.kind == 'softmax'
+  return _sums(w, row, _logits(w, row) if softmax else [])
 
 
 def _sums(w, row: _Row, found):
@@ -262,20 +287,20 @@ def _float(w, key):
 
 
 def _native(w, loads, bias, router: Router):
-  """Lane i < k: the i-th expert; and the keys of all, that order them."""
+  """Lane i < k: the i-th expert; the keys of all, that order them; `_sums`."""
   e, keys = loads.e, []
-  for i, score in enumerate(_all_scores(w, loads)):
-    place = w.lane + warp.LANES * i
-    last = (i + 1) * warp.LANES > e
-    if bias is not None and last:
-      add = w.when(
-        place < e, lambda _, at=place: [w.load(bias, at)], [_zero(w)]
-      )[0]
-      score = score + add
-    elif bias is not None:
-      score = score + w.load(bias, place)
+  found = _logits(w, loads)
+  # Asked for with the logits: what comes between is branches.
+  added = [] if bias is None else _held(w, bias, None, e, 0.0)
+  sums = _sums(w, loads, found)
+  for i, logit in enumerate(found):
+    score = _score(w, logit, sums)
+    if added:
+      score = score + added[i]
     key = _ordered(w, score)
-    keys.append(w.where(place < e, key, 0) if last else key)
+    if (i + 1) * warp.LANES > e:
+      key = w.where(w.lane + warp.LANES * i < e, key, 0)
+    keys.append(key)
   if router.groups > 1:
     keys = _within_groups(w, keys, router)
   left, own = list(keys), w.value(0)
@@ -284,16 +309,25 @@ def _native(w, loads, bias, router: Router):
     own = w.where(w.lane.equals(slot), place, own)
     if slot + 1 < router.k:
       left = _without(w, left, place, 0)
-  return own, keys
+  return own, keys, sums
 
 
 def _best(w, keys):
   """The lowest place that has the greatest key, for every lane."""
-  best = w.reduce('max', functools.reduce(lambda a, b: a.maximum(b), keys))
+  best = w.reduce('max', _greatest(keys))
   place = w.value(MOST)
   for i in reversed(range(len(keys))):
     place = w.where(keys[i].equals(best), w.lane + warp.LANES * i, place)
   return w.reduce('min', place)
+
+
+def _greatest(keys: list):
+  """Pair by pair: a chain would be waited for longer."""
+  while len(keys) > 1:
+    pairs = zip(keys[::2], keys[1::2], strict=False)
+    rest = keys[len(keys) // 2 * 2 :]
+    keys = [one.maximum(other) for one, other in pairs] + rest
+  return keys[0]
 
 
 def _without(w, keys, place, lowest: int) -> list:
@@ -349,7 +383,7 @@ def _plausible(w, scores, keys, used, least, router: Router):
   return used
 
 
-def _write(w, slot, experts, chosen, out, router: Router) -> None:
+def _write(w, slot, experts, chosen, out, router: Router, here=None) -> None:
   if router.normalise:
     total = w.shuffle(chosen, 0)
     for other in range(1, router.k):
@@ -361,44 +395,39 @@ def _write(w, slot, experts, chosen, out, router: Router) -> None:
     w.store(out[0], slot, experts)
     w.store(out[1], slot, gate)
 
-  w.when(w.lane < router.k, write)
+  own = w.lane < router.k
+  w.when(own if here is None else here & own, write)
 
 
 # --- Sorting -----------------------------------------------------------------
 
 
-def ranks(w, experts, counters, each, chunk=None, at=0) -> None:
-  """each(slot, place, expert) for the slots of a chunk.
+def _ranks(w, experts, counters, each) -> None:
+  """each(slot, place, expert) for the slots of this warp's chunk.
 
-  `counters` from `at` on are where experts start; they are counted on.
-
-  Args:
-    (others): see above.
-    chunk: first slot of it, slots of a chunk, slots of all; None: a warp's own
-      of all.
+  `counters` are where experts start; they are counted on.
   """
   below = (w.value(1) << w.lane) - 1
-  first, size, slots = chunk or (w.warp * CHUNK, CHUNK, experts.size)
+  slots = experts.size
 
   def step(start):
-    slot = first + start + w.lane
+    slot = w.warp * CHUNK + start + w.lane
     here = slot < slots
     expert = w.when(
       here, lambda _: [w.load(experts, slot)], [w.value(warp.ALL)]
     )[0]
     same = w.match(expert)
     rank = w.count_bits(same & below)
-    counter = expert + at
-    place = w.when(here, lambda _: [w.load(counters, counter)], [w.value(0)])[0]
+    place = w.when(here, lambda _: [w.load(counters, expert)], [w.value(0)])[0]
     w.sync()
     w.when(
       here & rank.equals(0),
-      lambda: w.store(counters, counter, place + w.count_bits(same)),
+      lambda: w.store(counters, expert, place + w.count_bits(same)),
     )
     w.sync()
     w.when(here, lambda: each(slot, place + rank, expert))
 
-  w.loop(0, size, warp.LANES, step)
+  w.loop(0, CHUNK, warp.LANES, step)
 
 
 def _count(w, experts, table, counters, *, chunks: int) -> None:
@@ -407,7 +436,7 @@ def _count(w, experts, table, counters, *, chunks: int) -> None:
   def chunk():
     w.loop(w.lane, count, warp.LANES, lambda i: w.store(counters, i, 0))
     w.sync()
-    ranks(w, experts, counters, lambda *_: None)
+    _ranks(w, experts, counters, lambda *_: None)
 
     def write(i):
       w.store(table, w.warp * count + i, w.load(counters, i))
@@ -432,6 +461,6 @@ def _place(w, experts, starts, slots, places, counters, *, chunks: int) -> None:
       w.store(places, slot, place)
       w.store(slots, place, slot)
 
-    ranks(w, experts, counters, put)
+    _ranks(w, experts, counters, put)
 
   w.when(w.warp < chunks, chunk)

@@ -4,9 +4,10 @@ Apart, routing, the two halves of the counting sort, the plan of either product
 and the gathering of rows are seven launches, none of which has work for longer
 than a launch takes. Here a block of up to 32 warps does it all: a warp routes
 some rows, and what the warps then have to know of each other goes through shared
-memory. Every block does the same, but for the rows of x that it gathers, and the
-first one writes what is written once. All of it is integers in one order, and
-the gates are those of `gpu`: no bit differs from theirs.
+memory. Every block does the same, and then something of its own: the first one
+writes what is written once, the others copy rows of x, which they have asked for
+before they know where to. All of it is integers in one order, and the gates are
+those of `gpu`: no bit differs from theirs.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from pallas_kernels.route.reference import Router
 MOST_SLOTS = 512  # from which on launches are no longer what takes the time
 MOST_EXPERTS = 512  # that a lane's share of 64 registers can order
 WARPGROUPS = 8
-BLOCKS = 64
+BLOCKS = 132
 TILES = 64, 128  # rows of a tile, of which products at such sizes have plans
 WORDS = 4  # of 32 bits that a lane copies at once
+TOGETHER = 4  # rows that a warp routes at once, at most
+KEYS = 8  # that a lane holds of them
+PIECES = 4  # that it copies of a row: a warp's share
 
 
 def unsupported(x: jax.Array, logits: jax.Array, router: Router) -> str | None:
@@ -58,13 +62,17 @@ def send(
   rows, e = logits.shape
   slots = rows * router.k
   inputs = [one for one in (x, logits, bias, replay) if one is not None]
-  warpgroups = min(WARPGROUPS, max(2, -(-rows // 4)))
+  # A warp routes a row or more, and sorts one slot a lane.
+  warpgroups = min(WARPGROUPS, max(2, -(-rows // 4), -(-slots // 128)))
   whole = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
   plans = []
   for tile in TILES:
     most = groups.most_tiles(slots, e, tile, groups.ALIGN)
     plans += [whole(most, 4), whole(1)]
   sort = _Sort(slots, e, 4 * warpgroups)
+  # Rows that a warp routes at once: as many as its registers hold.
+  each = -(-rows // (4 * warpgroups))
+  together = min(each, TOGETHER, max(1, KEYS // -(-e // warp.LANES)))
 
   def kernel(w, *refs):
     *refs, memory = refs
@@ -76,18 +84,20 @@ def send(
     # What the blocks all write are the same gates; experts, each its own.
     gpu.route_rows(
       *(w, (w.own, w.warps_per_block), logits_ref, bias_ref, replay_ref),
-      *((memory, gates), router, False),
+      *((memory, gates), router, False, together),
     )
     w.sync_block()
-    _count(w, memory, sort)
+    copy = _Copy(x_ref, gathered, x.shape[1], router.k, slots)
+    held = _load(w, copy, _first_share(w))
+    own = _count(w, memory, sort)
     w.sync_block()
     _start(w, memory, sort, sizes)
     w.sync_block()
-    _place(w, memory, sort, experts, places)
+    _place(w, memory, sort, own, experts, places)
     for i, tile in enumerate(TILES):
-      _plan(w, memory, sort, tile, *plans[2 * i : 2 * i + 2])
+      _plan(w, memory, sort, tile, i, *plans[2 * i : 2 * i + 2])
     w.sync_block()
-    _gather(w, memory, sort, x_ref, gathered, x.shape[1], router.k)
+    _store(w, memory, sort, copy, held)
 
   return tuple(
     warp.run(
@@ -102,7 +112,9 @@ def send(
         *plans,
       ],
       warpgroups=warpgroups,
-      blocks=min(BLOCKS, -(-slots // (4 * warpgroups))),
+      blocks=min(
+        BLOCKS, 1 + -(-slots * _parts(x.shape[1]) // (4 * warpgroups))
+      ),
       block_scratch=sort.words,
       interpret=interpret,
     )
@@ -113,8 +125,8 @@ def send(
 class _Sort:
   """Sizes, and where in a block's memory its arrays begin.
 
-  The experts of all slots are first; `by_place` is the slot at each place,
-  `totals` and `starts` are of each expert, `counters` of each in each chunk.
+  The experts of all slots are first; `place` is that of each slot, `totals` and
+  `starts` are of each expert, `counters` of each in each chunk of 32 slots.
   """
 
   slots: int
@@ -122,16 +134,11 @@ class _Sort:
   warps: int
 
   @property
-  def chunk(self) -> int:
-    """Slots that a warp sorts."""
-    return warp.LANES * -(-self.slots // (warp.LANES * self.warps))
-
-  @property
   def chunks(self) -> int:
-    return -(-self.slots // self.chunk)
+    return -(-self.slots // warp.LANES)
 
   @property
-  def by_place(self) -> int:
+  def place(self) -> int:
     return self.slots
 
   @property
@@ -155,35 +162,52 @@ def _first_block(w, then) -> None:
   w.when(w.block.equals(0), then)
 
 
-def _count(w, memory, sort: _Sort) -> None:
-  """Totals of experts; and the slots of each before a chunk, from `counters`."""
+def _count(w, memory, sort: _Sort):
+  """Totals of experts; and the slots of each before a chunk, from `counters`.
+
+  Returns:
+    Expert of the slot of this lane, and how many of its warp's lower lanes have
+    that one.
+  """
   e, own = sort.e, w.own * sort.e + sort.counters
-  chunk = w.own * sort.chunk, sort.chunk, sort.slots
+  slot = w.own * warp.LANES + w.lane
 
-  def count():
+  def count(*_):
     w.loop(w.lane, e, warp.LANES, lambda i: w.store(memory, own + i, 0))
+    here = slot < sort.slots
+    (expert,) = w.when(
+      here, lambda _: [w.load(memory, slot)], [w.value(warp.ALL)]
+    )
+    same = w.match(expert)
+    rank = w.count_bits(same & ((w.value(1) << w.lane) - 1))
     w.sync()
-    gpu.ranks(w, memory, memory, lambda *_: None, chunk, own)
+    w.when(
+      here & rank.equals(0),
+      lambda: w.store(memory, own + expert, w.count_bits(same)),
+    )
+    return [expert, rank]
 
-  w.when(w.own < sort.chunks, count)
+  found = w.when(w.own < sort.chunks, count, [w.value(0)] * 2)
   w.sync_block()
 
   def total(expert):
-    def before(chunk, sums):
-      at = chunk * e + expert + sort.counters
-      found = w.load(memory, at)
-      w.store(memory, at, sums)
-      return [sums + found]
+    at = expert + sort.counters
+    counts = [w.load(memory, at + i * e) for i in range(sort.chunks)]
+    before = w.value(0)
+    for i, one in enumerate(counts):
+      w.store(memory, at + i * e, before)
+      before = before + one
+    w.store(memory, expert + sort.totals, before)
 
-    (sums,) = w.loop(0, sort.chunks, 1, before, [w.value(0)])
-    w.store(memory, expert + sort.totals, sums)
-
-  thread = w.own * warp.LANES + w.lane
-  w.loop(thread, e, sort.warps * warp.LANES, total)
+  w.loop(slot, e, sort.warps * warp.LANES, total)
+  return found
 
 
-def _running(w, sort: _Sort, value, then) -> None:
-  """then(expert, sum before it, its own) of value(expert), for every expert."""
+def _running(w, sort: _Sort, value, then, turn: int = 0) -> None:
+  """then(expert, sum before it, its own) of value(expert), for every expert.
+
+  A warp does 32 of them; others do if `turn` is another, where there are more.
+  """
 
   def some(number):
     """32 experts of a warp, after all that are before them."""
@@ -202,7 +226,9 @@ def _running(w, sort: _Sort, value, then) -> None:
       until = until + w.where(w.lane >= (1 << step), below, 0)
     w.when(here, lambda: then(expert, before + until - own, own))
 
-  w.loop(w.own, -(-sort.e // warp.LANES), sort.warps, some)
+  shares = -(-sort.e // warp.LANES)
+  first = (w.own + (sort.warps - turn * shares % sort.warps)) % sort.warps
+  w.loop(first, shares, sort.warps, some)
 
 
 def _start(w, memory, sort: _Sort, sizes) -> None:
@@ -213,13 +239,14 @@ def _start(w, memory, sort: _Sort, sizes) -> None:
   _running(w, sort, lambda expert: w.load(memory, expert + sort.totals), write)
 
 
-def _place(w, memory, sort: _Sort, experts, places) -> None:
-  own = w.own * sort.e + sort.counters
-  chunk = w.own * sort.chunk, sort.chunk, sort.slots
+def _place(w, memory, sort: _Sort, own, experts, places) -> None:
+  expert, rank = own
+  slot = w.own * warp.LANES + w.lane
 
-  def put(slot, rank, expert):
-    place = rank + w.load(memory, expert + sort.starts)
-    w.store(memory, place + sort.by_place, slot)
+  def put():
+    before = w.load(memory, w.own * sort.e + expert + sort.counters)
+    place = before + w.load(memory, expert + sort.starts) + rank
+    w.store(memory, slot + sort.place, place)
 
     def write():
       w.store(places, slot, place)
@@ -227,13 +254,10 @@ def _place(w, memory, sort: _Sort, experts, places) -> None:
 
     _first_block(w, write)
 
-  w.when(
-    w.own < sort.chunks,
-    lambda: gpu.ranks(w, memory, memory, put, chunk, own),
-  )
+  w.when(slot < sort.slots, put)
 
 
-def _plan(w, memory, sort: _Sort, tile: int, table, count) -> None:
+def _plan(w, memory, sort: _Sort, tile: int, turn: int, table, count) -> None:
   """`groups.row_tiles`, by the first block."""
 
   def of(expert):
@@ -254,30 +278,75 @@ def _plan(w, memory, sort: _Sort, tile: int, table, count) -> None:
     w.loop(0, own, 1, one)
     w.when(expert.equals(sort.e - 1), lambda: w.store(count, 0, before + own))
 
-  _first_block(w, lambda: _running(w, sort, lambda i: of(i)[3], write))
+  value = lambda i: of(i)[3]  # noqa: E731
+  _first_block(w, lambda: _running(w, sort, value, write, turn))
 
 
-def _gather(w, memory, sort: _Sort, x, out, width: int, k: int) -> None:
-  """Each row of x to the places of its slots, a warp a row."""
-  each = 2 * WORDS  # numbers of 16 bits
-  parts = width // each
-  nothing = [w.value(0)] * WORDS
+def _parts(width: int) -> int:
+  """Warps that copy a row of so many numbers of 16 bits."""
+  return -(-width // (2 * WORDS * PIECES * warp.LANES))
 
-  def copy(place):
-    row = w.load(memory, place + sort.by_place) // k
-    # Some at once, so that the lanes wait for memory only once for all.
-    for first in range(0, parts, 4 * warp.LANES):
-      pending = []
-      for part in range(first, min(first + 4 * warp.LANES, parts), warp.LANES):
-        at = w.lane + part
-        source = row * width + at * each
-        read = lambda *_, s=source: w.load_words(x, s, WORDS)  # noqa: E731
-        if part + warp.LANES <= parts:
-          pending.append((at, read()))
-        else:
-          pending.append((at, w.when(at < parts, read, nothing)))
-      for at, words in pending:
-        to = place * width + at * each
-        w.when(at < parts, lambda t=to, v=words: w.store_words(out, t, v))
 
-  w.loop(w.warp, sort.slots, w.warps, copy)
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+  """Rows of x to the places of their slots, by all blocks but the first.
+
+  Share s is a part of the row of slot s / parts.
+  """
+
+  x: warp.Ref
+  out: warp.Ref
+  width: int
+  k: int
+  slots: int
+
+  @property
+  def parts(self) -> int:
+    return _parts(self.width)
+
+  @property
+  def shares(self) -> int:
+    return self.slots * self.parts
+
+
+def _pieces(w, copy: _Copy, share) -> list:
+  """Numbers of its row before each piece that a lane copies."""
+  each = 2 * WORDS
+  before = share % copy.parts * (each * PIECES * warp.LANES)
+  return [
+    before + (w.lane + piece * warp.LANES) * each for piece in range(PIECES)
+  ]
+
+
+def _load(w, copy: _Copy, share) -> list:
+  """Words of a share; of what is not there some others, without a branch."""
+  share = share.minimum(w.value(copy.shares - 1))
+  row = share // (copy.parts * copy.k) * copy.width
+  last = w.value(copy.width - 2 * WORDS)
+  return [
+    w.load_words(copy.x, row + at.minimum(last), WORDS)
+    for at in _pieces(w, copy, share)
+  ]
+
+
+def _store(w, memory, sort: _Sort, copy: _Copy, held: list) -> None:
+  """`held` is what `_load` has asked for of this warp's first share."""
+  first, step = _first_share(w), w.warps - w.warps_per_block
+
+  def store(share, words):
+    place = w.load(memory, share // copy.parts + sort.place) * copy.width
+    for at, own in zip(_pieces(w, copy, share), words, strict=True):
+      write = lambda at=at, own=own: w.store_words(copy.out, place + at, own)  # noqa: E731
+      w.when(at < copy.width, write)
+
+  def shares():
+    store(first, held)
+    more = first + step, copy.shares, step
+    w.loop(*more, lambda share: store(share, _load(w, copy, share)))
+
+  w.when(first < copy.shares, shares)
+
+
+def _first_share(w):
+  """Of a warp; in the first block it is more than there are."""
+  return w.warp - w.warps_per_block

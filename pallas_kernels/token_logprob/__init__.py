@@ -100,10 +100,12 @@ def scored(
   chosen = _choose(hidden, unembed, implementation)
   if not chosen.startswith('gpu'):
     return None
-  from pallas_kernels.token_logprob import gpu
+  from pallas_kernels.token_logprob import gpu_scored
 
   interpret = chosen.endswith('interpret')
-  return Scored(*gpu.scored(hidden, unembed, temperatures, interpret=interpret))
+  return Scored(
+    *gpu_scored.scored(hidden, unembed, temperatures, interpret=interpret)
+  )
 
 
 def renormalised(
@@ -115,12 +117,15 @@ def renormalised(
   """
   t, v = whole.logits.shape
   _check_kept(kept, t, v)
-  from pallas_kernels.token_logprob import gpu
-
-  # What has been `scored` was so by this kernel.
-  chosen = dispatch.choose(NAME, implementation, None, 'it keeps no logits')
+  faults = dict(gpu=None, tpu='it keeps no logits')
+  chosen = dispatch.choose(NAME, implementation, **faults)
   words = reference.kept_words(kept, v)
-  log, entropy = gpu.renormalised(
+  if chosen == 'reference':
+    log, entropy = reference.renormalised(whole.logits, words)
+    return Scored(whole.logits, log, entropy)
+  from pallas_kernels.token_logprob import gpu_scored
+
+  log, entropy = gpu_scored.renormalised(
     whole.logits, words, interpret=chosen.endswith('interpret')
   )
   return Scored(whole.logits, log, entropy)

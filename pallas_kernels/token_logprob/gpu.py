@@ -1,4 +1,4 @@
-"""Mosaic GPU: logits a tile at a time, and in memory only where asked for.
+"""Mosaic GPU: logits a tile at a time, never in memory.
 
 The matmul is that of grouped_matmul with one group; instead of a store, each
 consumer reduces its 256 columns of logits to five numbers a row:
@@ -6,14 +6,10 @@ consumer reduces its 256 columns of logits to five numbers a row:
   m = max z,  s = sum exp(z - m),  u = sum exp(z - m) (z - m),  c = z[token]
 
 Of ids that were not kept z is LOWEST; in a block with none that was, s and u are
-what they are, and are merged with the factor 0. A second kernel merges the blocks
-of 256 in their order. The block is part of what is computed (another one would
-round elsewhere), so it is not tuned.
-
-Who draws a token needs the logits of few rows: `scored` stores them on the way,
-and `renormalised` reads them back to reduce them again over what was kept. Both
-have the bits of `statistics`, for a tile of z is reduced by the same expression,
-wherever it comes from.
+what they are, and are merged with the factor 0. `gpu_merge` merges the blocks of
+256 in their order. The block is part of what is computed (another one would round
+elsewhere), so it is not tuned. `gpu_scored`, for few rows whose logits are wanted
+too, has the same bits: it reduces a tile of z by the expression that is here.
 
 A large vocabulary is cut into launches of some tiles a multiprocessor each. On an
 H100, 16,384 rows of 7168 by 163,840 columns took 109 to 122 ms in one launch and
@@ -36,6 +32,7 @@ from pallas_kernels import dispatch
 from pallas_kernels import mosaic
 from pallas_kernels.grouped_matmul import gpu as matmul
 from pallas_kernels.grouped_matmul import groups
+from pallas_kernels.token_logprob import gpu_merge
 
 NAME = 'token_logprob'  # in the tunings
 ROWS, BLOCK = 64, 256
@@ -43,8 +40,6 @@ TILES = matmul.Tiles(columns=BLOCK, panel=16)
 # Of long rows, what all blocks read at a time must still fit into the L2 cache.
 DEEP, DEEP_TILES = 4096, matmul.Tiles(columns=BLOCK, panel=4)
 WAVES = 32  # tiles of a multiprocessor in a launch, about
-LANES = 128  # rows that one warpgroup of the merge takes
-UNROLL = 8
 WORDS = BLOCK // 32  # of 32 bits, what is kept of a block
 LOWEST = -1e30  # instead of -inf, whose difference with itself is NaN
 
@@ -80,124 +75,45 @@ def statistics(
   Returns:
     Three float32 [T].
   """
-  t, d = hidden.shape
-  v = unembed.shape[1]
-  tiles = tiles or _tuned(d)
-  high = -(-t // LANES) * LANES
-  tokens = jnp.pad(tokens.astype(jnp.int32), (0, high - t))
-  kept = () if words is None else (_by_block(words, high, v),)
+  (t, d), v = hidden.shape, unembed.shape[1]
+  tiles = tiles or tuned(d)
+  high = -(-t // ROWS) * ROWS
+  pad = (0, high - t)
+  hidden = jnp.pad(hidden, (pad, (0, 0))) if pad[1] else hidden
+  scale = jnp.pad(1.0 / temperatures.astype(jnp.float32), pad)
+  tokens = jnp.pad(tokens.astype(jnp.int32), pad)
+  kept = () if words is None else (by_block(words, high, v),)
   launch = _launch(tiles, d, v, hidden.dtype, high, len(kept), interpret)
-  row_tiles = -(-high // (tiles.consumers * tiles.rows))
+  size = tiles.consumers * tiles.rows
+  table, count = groups.row_tiles(jnp.full((1,), high, jnp.int32), high, size)
   sms = 2 if interpret else mosaic.cores()
   blocks = -(-v // BLOCK)
-  some = min(columns_of_launch(row_tiles, sms, waves), blocks)
-  operands = _operands(hidden, unembed, temperatures, tiles, high, high)
+  some = min(columns_of_launch(-(-high // size), sms, waves), blocks)
+  operands = table, count, hidden, unembed[None], scale, tokens
 
   def part(first):
-    return launch(some)(*operands, tokens, first[None], *kept)[0]
+    return launch(some)(*operands, first[None], *kept)
 
   starts = jnp.arange(0, blocks, some, dtype=jnp.int32)
   parts = part(starts[0])[None] if some == blocks else lax.map(part, starts)
-  return tuple(_merged(parts, blocks, interpret)[:, :t])
+  log, entropy, chosen = gpu_merge.merged(parts, blocks, t, interpret=interpret)
+  return chosen, log, entropy
 
 
-def scored(
-  hidden: jax.Array,
-  unembed: jax.Array,
-  temperatures: jax.Array,
-  *,
-  tiles: matmul.Tiles | None = None,
-  interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """z, its log-sum-exp and its entropy, in one pass over `unembed`.
-
-  Args:
-    (others): see `statistics`.
-    tiles: by T, if not given.
-
-  Returns:
-    float32 [T, V], [T], [T].
-  """
-  (t, d), v = hidden.shape, unembed.shape[1]
-  # One consumer has no rows to multiply where there are at most 64.
-  few = {'consumers': 1} if t <= 64 else {'consumers': 2, 'stages': 3}
-  tiles = tiles or dataclasses.replace(_tuned(d), **few)
-  high = -(-t // LANES) * LANES
-  launch = _launch(tiles, d, v, hidden.dtype, high, 0, interpret, rows=t)
-  blocks = -(-v // BLOCK)
-  operands = _operands(hidden, unembed, temperatures, tiles, high, t)
-  nothing = jnp.zeros((high,), jnp.int32), jnp.zeros((1,), jnp.int32)
-  parts, z = launch(blocks)(*operands, *nothing)
-  _, log, entropy = _merged(parts[None], blocks, interpret)[:, :t]
-  return z, log, entropy
-
-
-def renormalised(
-  z: jax.Array, words: jax.Array, *, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
-  """Log-sum-exp and entropy of `scored`'s z over what is kept.
-
-  Args:
-    z: float32 [T, V].
-    words: see `statistics`.
-    interpret: run on CPU.
-
-  Returns:
-    Two float32 [T].
-  """
-  t, v = z.shape
-  high, blocks = -(-t // LANES) * LANES, -(-v // BLOCK)
-  sms = 2 if interpret else mosaic.cores()
-  parts = mosaic.launch(
-    mosaic.partial(_reduce_again, sms=sms),
-    out=jax.ShapeDtypeStruct((4, blocks, high), jnp.float32),
-    scratch=[
-      mosaic.linear((3, ROWS), jnp.float32),
-      mosaic.tiled((ROWS, BLOCK), jnp.float32),
-      plgpu.Barrier(),
-    ],
-    grid=sms,
-    warpgroups=1,
-    interpret=interpret,
-  )(z, _by_block(words, high, v))
-  _, log, entropy = _merged(parts[None], blocks, interpret)[:, :t]
-  return log, entropy
-
-
-def _operands(hidden, unembed, temperatures, tiles, high: int, rows: int):
-  """What every launch takes first; `rows` of the `high` are multiplied."""
-  pad = (0, high - hidden.shape[0])
-  hidden = jnp.pad(hidden, (pad, (0, 0))) if pad[1] else hidden
-  scale = jnp.pad(1.0 / temperatures.astype(jnp.float32), pad)
-  table, count = groups.row_tiles(
-    jnp.full((1,), rows, jnp.int32), rows, tiles.consumers * tiles.rows
-  )
-  return table, count, hidden, unembed[None], scale
-
-
-def _launch(tiles, d, v, dtype, high: int, cut: int, interpret, rows: int = 0):
-  """launch(blocks of the vocabulary) gives the kernel; `rows` of z are stored."""
-  if tiles.columns != BLOCK or tiles.rows != ROWS:
-    raise ValueError(f'{tiles}: columns must be {BLOCK} and rows {ROWS}')
+def _launch(tiles, d, v, dtype, high: int, cut: int, interpret):
+  """launch(blocks of the vocabulary) gives the kernel."""
+  check_tiles(tiles)
   sms = 2 if interpret else mosaic.cores()
   work = matmul.Work(tiles, d, v, sms)
   stages, used = matmul.ring(work, dtype)
-  out, waiting = [], []
-  if rows:
-    slots = (tiles.consumers, tiles.slots, ROWS, matmul.STORE)
-    out = [jax.ShapeDtypeStruct((rows, v), jnp.float32)]
-    used += mosaic.shared_bytes((slots, jnp.float32))
-    kinds = mosaic.tiled, mosaic.linear
-    waiting = [plgpu.RefUnion(*(kind(slots, jnp.float32) for kind in kinds))]
   mosaic.check_shared(tiles, used + 1024 * tiles.consumers)
 
   def launch(blocks: int):
     return mosaic.launch(
-      mosaic.partial(_body, work=work, cut=cut, logits=bool(rows)),
-      out=[jax.ShapeDtypeStruct((4, blocks, high), jnp.float32), *out],
+      mosaic.partial(_body, work=work, cut=cut),
+      out=jax.ShapeDtypeStruct((4, blocks, high), jnp.float32),
       scratch=[
         mosaic.linear((tiles.consumers, 4, ROWS), jnp.float32),
-        *waiting,
         *stages,
       ],
       grid=sms,
@@ -208,20 +124,13 @@ def _launch(tiles, d, v, dtype, high: int, cut: int, interpret, rows: int = 0):
   return launch
 
 
-def _merged(parts: jax.Array, blocks: int, interpret: bool) -> jax.Array:
-  """float32 [3, high] of parts [launches, 4, blocks of a launch, high]."""
-  sms = 2 if interpret else mosaic.cores()
-  return mosaic.launch(
-    mosaic.partial(_merge, sms=sms, blocks=blocks),
-    out=jax.ShapeDtypeStruct((3, parts.shape[-1]), jnp.float32),
-    scratch=[],
-    grid=sms,
-    warpgroups=1,
-    interpret=interpret,
-  )(parts)
+def check_tiles(tiles: matmul.Tiles) -> None:
+  """ValueError for tiles of another block than that of which sums are."""
+  if tiles.columns != BLOCK or tiles.rows != ROWS:
+    raise ValueError(f'{tiles}: columns must be {BLOCK} and rows {ROWS}')
 
 
-def _tuned(depth: int) -> matmul.Tiles:
+def tuned(depth: int) -> matmul.Tiles:
   """Tiles for rows of so many numbers; no bit depends on them."""
   tiles = DEEP_TILES if depth > DEEP else TILES
   change = dispatch.tuning(NAME).get(f'depth {depth}', {})
@@ -239,14 +148,14 @@ def columns_of_launch(row_tiles: int, sms: int, waves: int) -> int:
   return max(range(target, 3 * target // 2 + 1), key=busy)
 
 
-def _by_block(words: jax.Array, high: int, vocabulary: int) -> jax.Array:
+def by_block(words: jax.Array, high: int, vocabulary: int) -> jax.Array:
   """int32 [8 blocks, high]: the words of a block of columns for rows in a row."""
   count = -(-vocabulary // BLOCK) * WORDS
   pad = ((0, high - words.shape[0]), (0, count - words.shape[1]))
   return lax.bitcast_convert_type(jnp.pad(words, pad).T, jnp.int32)
 
 
-def _kept_here(word, place):
+def kept_here(word, place):
   """bool [rows, BLOCK] of the words of a block, each int32 [rows, BLOCK]."""
   found = word[0]
   for i in range(1, WORDS):
@@ -254,32 +163,28 @@ def _kept_here(word, place):
   return lax.shift_right_arithmetic(found, place & 31) & 1 == 1
 
 
-def _across(row):
+def across(row):
   return lax.broadcast_in_dim(row, (ROWS, BLOCK), [0])
 
 
-def _words_here(kept, column, here, by_row):
+def words_here(kept, column, here, by_row):
   """Of a block from `column` on, each word of its rows, over the block."""
   line = lax.div(column, jnp.int32(32))
   return [
-    _across(mosaic.load(kept.at[line + i, here], by_row)) for i in range(WORDS)
+    across(mosaic.load(kept.at[line + i, here], by_row)) for i in range(WORDS)
   ]
 
 
-def _reduced(z):
+def reduced(z):
   """m, s and u of z [ROWS, BLOCK]; what all bits of a sum hang on."""
   most = z.max(axis=1)
-  z = z - _across(most)
+  z = z - across(most)
   weight = jnp.exp(z)
   return most, weight.sum(axis=1), (weight * z).sum(axis=1)
 
 
-def _body(
-  table, count, x, w, scale, tokens, first, *refs, work, cut: int, logits: bool
-):
-  kept, (parts, *refs) = refs[:cut], refs[cut:]
-  stored, (small, *refs) = refs[:logits], refs[logits:]
-  waiting, stages = refs[:logits], refs[logits:]
+def _body(table, count, x, w, scale, tokens, first, *refs, work, cut: int):
+  kept, (parts, small, *stages) = refs[:cut], refs[cut:]
   before = first[0] * BLOCK
   wide = jnp.minimum(parts.shape[1], -(-work.n // BLOCK) - first[0])
   wg = lax.axis_index('wg')
@@ -292,14 +197,14 @@ def _body(
     factor = mosaic.load(scale.at[here], by_row)
     place = plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=layout)
     number = column + place
-    z = jnp.where(number < work.n, total * _across(factor), LOWEST)
-    if logits:
-      matmul.store(z, stored[0], waiting[0], own, column, work.tiles)
-    chosen = jnp.where(number == _across(token), z, 0.0).sum(axis=1)
+    # Also where no column is past the end: what a compiler sees of z - m must be
+    # the same everywhere, or it would fuse the product above into it here only.
+    z = jnp.where(number < work.n, total * across(factor), LOWEST)
+    chosen = jnp.where(number == across(token), z, 0.0).sum(axis=1)
     if cut:
-      word = _words_here(kept[0], column, here, by_row)
-      z = jnp.where(_kept_here(word, place), z, LOWEST)
-    found = *_reduced(z), chosen
+      word = words_here(kept[0], column, here, by_row)
+      z = jnp.where(kept_here(word, place), z, LOWEST)
+    found = *reduced(z), chosen
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i, value in enumerate(found):
       small[wg, i] = value
@@ -315,84 +220,3 @@ def _body(
   @pl.when(wg < work.tiles.consumers)
   def _():
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _reduce_again(z_ref, kept, parts, small, tile, arrived, *, sms: int):
-  """m, s and u of all blocks of z in memory, [T, V]: tiles of 64 rows by 256."""
-  rows, v = z_ref.shape
-  wide = -(-v // BLOCK)
-  sm = lax.axis_index('sm')
-  tiles = -(-rows // ROWS) * wide
-  layout = plgpu.Layout.WGMMA
-
-  @pl.loop(0, mosaic.cdiv(jnp.maximum(tiles - sm, 0), sms))
-  def _(trip):
-    index = trip * sms + sm
-    block = lax.rem(index, jnp.int32(wide))
-    first = pl.multiple_of(lax.div(index, jnp.int32(wide)) * ROWS, ROWS)
-    here, column = pl.ds(first, ROWS), block * BLOCK
-    plgpu.copy_gmem_to_smem(z_ref.at[here, pl.ds(column, BLOCK)], tile, arrived)
-    plgpu.barrier_wait(arrived)
-    place = plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=layout)
-    z = plgpu.layout_cast(tile[...], layout)
-    z = jnp.where(column + place < v, z, LOWEST)
-    word = _words_here(kept, column, here, layout.reduce(1))
-    z = jnp.where(_kept_here(word, place), z, LOWEST)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for i, value in enumerate(_reduced(z)):
-      small[i] = value
-    plgpu.commit_smem()
-    for i in range(3):
-      plgpu.copy_smem_to_gmem(small.at[i], parts.at[i, block, here])
-
-  plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _merge(parts, out, *, sms: int, blocks: int):
-  """Merges the blocks of 128 rows at a time, in order: two passes.
-
-  With M the greatest maximum, s = sum_j s_j e^(m_j - M) and
-  u = sum_j e^(m_j - M) (u_j + (m_j - M) s_j): the entropy is log s - u / s.
-  """
-  some, high = parts.shape[2:]
-  sm = lax.axis_index('sm')
-  trips = mosaic.cdiv(jnp.maximum(high // LANES - sm, 0), sms)
-  zero = jnp.zeros((LANES,), jnp.float32)
-
-  def loop(step, carry):
-    """step(j, carry) for all blocks; some at once, so that loads overlap."""
-
-    def some(i, carry):
-      for j in range(UNROLL):
-        carry = step(i * UNROLL + j, carry)
-      return carry
-
-    carry = lax.fori_loop(0, blocks // UNROLL, some, carry)
-    for j in range(blocks // UNROLL * UNROLL, blocks):
-      carry = step(j, carry)
-    return carry
-
-  @pl.loop(0, trips)
-  def _(trip):
-    here = pl.ds((trip * sms + sm) * LANES, LANES)
-
-    def part(i, j):
-      launch = lax.div(jnp.int32(j), jnp.int32(some))
-      return parts[launch, i, j - launch * some, here]
-
-    most = loop(lambda j, most: jnp.maximum(most, part(0, j)), zero + LOWEST)
-
-    def add(j, carry):
-      s, u, c = carry
-      shift = part(0, j) - most
-      factor = jnp.exp(shift)
-      own = part(1, j)
-      s = s + own * factor
-      u = u + factor * (part(2, j) + shift * own)
-      return s, u, c + part(3, j)
-
-    s, u, c = loop(add, (zero, zero, zero))
-    log = jnp.log(s)
-    out[0, here] = c
-    out[1, here] = most + log
-    out[2, here] = log - u / s

@@ -105,3 +105,15 @@ def statistics(
   most, s, u, c = carry
   log = jnp.log(s)
   return c, most + log, log - u / s
+
+
+def renormalised(z: jax.Array, words: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Log-sum-exp and entropy of z [T, V] over what is kept, each float32 [T]."""
+  z = jnp.where(is_kept(words, jnp.int32(0), z.shape[1]), z, -jnp.inf)
+  most = z.max(axis=1)
+  z = z - most[:, None]
+  weight = jnp.exp(z)
+  s = weight.sum(axis=1)
+  u = jnp.where(weight > 0, weight * z, 0.0).sum(axis=1)
+  log = jnp.log(s)
+  return most + log, log - u / s

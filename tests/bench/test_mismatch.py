@@ -10,9 +10,11 @@ import pytest
 from composer import config as config_lib
 from composer import params as params_lib
 from composer.bench import mismatch
+from composer.bench import mismatch_compile
 from composer.bench import mismatch_inputs
 from composer.model import presets
 from composer.model import transformer
+from pallas_kernels import dispatch
 
 EXPERIMENT = config_lib.Experiment(
   name='small',
@@ -27,17 +29,34 @@ PLANS = mismatch_inputs.plans(400, presets.TINY.vocab_size, 48)
 SAMPLED = sum(plan.sampled for plan in PLANS)
 
 
+WAVES = mismatch_inputs.waves(len(PLANS))
+
+
 @pytest.fixture(scope='module')
-def found():
+def params():
   spec = transformer.spec(EXPERIMENT.model)
   drawn = params_lib.init(spec, jax.random.key(0))
-  params = params_lib.to_published(
+  return params_lib.to_published(
     spec, jax.tree.map(lambda x: x * jnp.float32(1.7), drawn)
   )
-  waves = mismatch_inputs.waves(len(PLANS))
+
+
+@pytest.fixture(scope='module')
+def sides():
+  return mismatch._sides(EXPERIMENT, mismatch.MODES)
+
+
+@pytest.fixture(scope='module')
+def found(params, sides):
   told = []
   found = mismatch.measure_plans(
-    EXPERIMENT, params, PLANS, waves, mismatch.MODES, report=told.append
+    EXPERIMENT,
+    params,
+    PLANS,
+    WAVES,
+    mismatch.MODES,
+    report=told.append,
+    sides=sides,
   )
   assert len(told) == len(mismatch.MODES)
   return found
@@ -57,7 +76,91 @@ def test_sessions_are_what_makes_engines_disagree(found):
   for m in found.values():
     assert m.engine['sampled'] == SAMPLED
     assert m.engine['preempted'] > 0
+    assert m.engine['tokens computed again'] > 0
     assert m.engine['prompt tokens reused'] > 0
+    assert m.engine['prompts beyond a step'] > 0
+
+
+def _default(platform, monkeypatch):
+  """What `composer bench mismatch` sets there, with a small model."""
+  with monkeypatch.context() as there:
+    there.setattr(dispatch, 'platform', lambda: platform)
+    numerics, rl, _ = mismatch._setting('bfloat16', 'grouped')
+  if platform == 'gpu':  # rows in tiles, as its kernels take them
+    numerics = dataclasses.replace(numerics, kernels='reference')
+  return dataclasses.replace(
+    EXPERIMENT,
+    model=dataclasses.replace(EXPERIMENT.model, layers=1),
+    numerics=dataclasses.replace(numerics, compute='float32'),
+    engine=mismatch_inputs.engine_config(rl.sequence_length, numerics),
+    rl=rl,
+  )
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'gpu'])
+def test_the_default_load_asks_everything_of_an_engine(platform, monkeypatch):
+  """Preempted, found again, in chunks: with as few sessions as it may have."""
+  experiment = _default(platform, monkeypatch)
+  plans, waves = mismatch_inputs.load(
+    1,
+    experiment.model.vocab_size,
+    experiment.engine,
+    experiment.numerics.kv_block,
+  )
+  longest = experiment.engine.max_context
+  assert [len(range(len(plans))[w]) for w in waves][0] == 1
+  assert sum(len(range(len(plans))[w]) for w in waves) == len(plans)
+  assert len({plan.seed for plan in plans}) == len(plans)
+  assert all(len(p.prompt) + p.sampled <= longest for p in plans[waves[-1]])
+  drawn = params_lib.init(transformer.spec(experiment.model), jax.random.key(0))
+  with mismatch._serving(experiment, drawn) as engine:
+    _, work, _ = mismatch._serve(experiment, engine, plans, waves)
+  assert work.sampled == sum(plan.sampled for plan in plans)
+  assert work.preempted > 0 and work.recomputed > 0
+  assert work.reused > 0 and not work.compilations
+  assert max(len(plan.prompt) for plan in plans) > experiment.engine.rows
+
+
+def test_there_are_more_crowds_the_more_is_sampled():
+  numerics = config_lib.NumericsConfig()
+  engine = mismatch_inputs.engine_config(384, numerics)
+  crowd = mismatch_inputs.crowd(64, engine, numerics.kv_block, 0)
+  for tokens, crowds in ((1, 1), (12_000, 1), (102_000, 8)):
+    plans, waves = mismatch_inputs.load(tokens, 64, engine, numerics.kv_block)
+    sizes = [w.stop - w.start for w in waves]
+    assert sizes[-crowds:] == [len(crowd)] * crowds
+    assert sizes[:1] == [1] and sum(sizes) == len(plans)
+    rest = tokens - crowds * sum(plan.sampled for plan in crowd)
+    sampled = sum(plan.sampled for plan in plans[: waves[-crowds].start])
+    assert 0 <= sampled - rest < 4 * 384 or rest < 0
+
+
+def test_what_is_compiled_ahead_measures_the_same(found, params, sides):
+  """And nothing is compiled while it is measured."""
+  ahead = mismatch_compile.ahead(lambda line: None)
+  one = {'bitwise': sides['bitwise']}
+  try:
+    mismatch._start(ahead, one)
+    ahead.wait_all()
+    again = mismatch.measure_plans(
+      EXPERIMENT,
+      params,
+      PLANS,
+      WAVES,
+      ['bitwise'],
+      timed=(EXPERIMENT.engine, PLANS[:2]),
+      sides=one,
+      wait=ahead.wait,
+    )
+  finally:
+    ahead.close()
+  assert not ahead.found
+  m = again['bitwise']
+  assert m.replay == found['bitwise'].replay
+  assert m.no_replay == found['bitwise'].no_replay
+  assert m.engine['sampled'] == SAMPLED and m.engine_tokens_per_s > 0
+  parts = 'start sessions batch scores gradients compiling'.split()
+  assert list(m.seconds) == parts and m.seconds['compiling'] == 0
 
 
 def test_waves_cover_all():

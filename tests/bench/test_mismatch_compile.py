@@ -1,5 +1,7 @@
 """What is compiled ahead is not compiled again, and who waits hears of failures."""
 
+import subprocess
+import sys
 import threading
 
 import jax
@@ -8,7 +10,9 @@ import pytest
 
 from composer import config as config_lib
 from composer import params as params_lib
+from composer import records
 from composer.bench import mismatch_compile
+from composer.inference import engine as engine_lib
 from composer.model import presets
 from composer.model import transformer
 from composer.rl import trainer
@@ -84,3 +88,46 @@ def test_waiting(monkeypatch):
     assert said == ['compiled: slow']
   finally:
     ahead.close()
+
+
+def test_an_engine_that_nobody_took_is_stopped():
+  config = config_lib.EngineConfig(
+    sequences=2, pages=8, max_context=24, rows=16
+  )
+  ahead = mismatch_compile.ahead(lambda line: None)
+  one = engine_lib.Engine(EXPERIMENT.model, EXPERIMENT.numerics, config)
+  ahead.start('engine', lambda: one)
+  ahead.start('bad', lambda: 1 // 0)
+  ahead.close()
+  with pytest.raises(records.EngineError, match='stopped'):
+    one.check()
+
+
+FORGETS = """
+import sys
+import jax
+from composer.bench import mismatch_compile
+
+assert not [m for m in sys.modules if m.startswith('pallas_kernels.') and
+            m.endswith('.tpu')]
+double = jax.jit(lambda x: 2 * x)
+double.lower(1.5).compile()
+from pallas_kernels.attention import gpu, tpu
+from pallas_kernels.grouped_matmul import gpu, tpu
+from pallas_kernels.quantize import gpu, tpu
+from pallas_kernels.token_logprob import gpu, tpu
+with mismatch_compile.compilations() as seconds:
+  double(1.5)
+assert not seconds, seconds
+with mismatch_compile.compilations() as seconds:
+  double(jax.numpy.ones(3))
+assert seconds
+"""
+
+
+def test_kernels_that_are_imported_later_forget_nothing():
+  """What was compiled before the first of them was traced is found again."""
+  done = subprocess.run(
+    [sys.executable, '-c', FORGETS], capture_output=True, text=True, timeout=120
+  )
+  assert not done.returncode, done.stderr

@@ -16,6 +16,7 @@ from composer import config as config_lib
 from composer import params as params_lib
 from composer import records
 from composer.inference import engine as engine_lib
+from composer.inference import pace
 from composer.model import presets
 from composer.model import transformer
 
@@ -42,10 +43,16 @@ def starting(model=MODEL, numerics=NUMERICS):
   """A function that starts engines, version 0 active; closed at the end."""
   engines = []
 
-  def go(config=CONFIG, activate=True, pages=None):
-    """`pages`: all that may be used; the cache keeps its compiled shape."""
+  def go(config=CONFIG, activate=True, pages=None, ahead=True):
+    """`pages`: all that may be used; the cache keeps its compiled shape.
+
+    `ahead`: every step is sent before the one before it is recorded, as on an
+    accelerator; else as this device does it.
+    """
     engine = engine_lib.Engine(model, numerics, config)
     engines.append(engine)
+    if ahead:
+      engine._pace = pace.Pace(shared=False)
     if pages is not None:
       engine._pool.allocate(config.pages - 1 - pages)
     if activate:

@@ -88,10 +88,11 @@ def trained(model, numerics, params, sequences, length=40, offset=0):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def engine_rows(
-  model, numerics, params, cache, tokens, positions, table, wanted
+  model, numerics, params, cache, tokens, positions, table, wanted, used
 ):
+  """As a step of the engine: blocks of rows beyond `used` are left out."""
   hidden, experts, cache = transformer.step(
-    params, model, numerics, cache, tokens, positions, table
+    params, model, numerics, cache, tokens, positions, table, used=used
   )
   logprobs, _ = transformer.row_logprobs(
     model,
@@ -101,6 +102,7 @@ def engine_rows(
     hidden,
     wanted,
     jnp.ones(tokens.shape),
+    used=used,
   )
   return logprobs, experts, cache
 
@@ -131,7 +133,8 @@ def served(model, numerics, params, sequences, rows=32, seed=0):
       tokens[row], positions[row] = sequences[i][t], t
       wanted[row] = sequences[i][t + 1] if t + 1 < len(sequences[i]) else 0
     found, used, cache = engine_rows(
-      model, numerics, params, cache, tokens, positions, table, wanted
+      *(model, numerics, params, cache),
+      *(tokens, positions, table, wanted, np.int32(len(where))),
     )
     for row, (i, t) in enumerate(where):
       experts[i][t] = used[row]

@@ -26,6 +26,7 @@ from serving import whole
 from composer import records
 from composer.inference import drafts
 from composer.inference import engine as engine_lib
+from composer.inference import pace
 from composer.inference import programs
 from composer.model import transformer
 
@@ -50,15 +51,32 @@ def config(**changed):
 # --- pages --------------------------------------------------------------------
 
 
-def test_preempted_sequences_lose_nothing(start):
+@pytest.mark.parametrize('ahead', (True, False))
+def test_preempted_sequences_lose_nothing(start, ahead):
   """Thirteen pages for twelve sequences of up to eleven pages each."""
-  engine = start(pages=13)
+  engine = start(pages=13, ahead=ahead)
   assert_equal_answers(answer(engine, *random_requests(40, 5)), ordinary(40, 5))
   stats = engine.stats
   assert stats.preempted > 1 and stats.recomputed > 0
   assert stats.sampled == sum(len(c.tokens) for c in ordinary(40, 5))
   assert stats.requests == 40  # a second start is no second request
   until(lambda: engine._pool.available == 13, 'pages return')
+
+
+def test_a_cpu_is_sent_a_step_ahead_once_nothing_starts_or_ends(start):
+  """Before that, no step goes on with a sequence that has ended."""
+  long = request([5, 9, 2], 3, 40)
+  tokens = answer(start(), long)[0].tokens.tolist()
+  new = [n for n, token in enumerate(tokens) if tokens.index(token) == n]
+  early = max(n for n in new if n < pace.SETTLES)
+  late = min(n for n in new if n > pace.SETTLES + 1)
+  for last, wasted in ((early, 0), (late, 1)):
+    engine = start(ahead=False)
+    stopping = dataclasses.replace(long, stop_tokens=(tokens[last],))
+    assert answer(engine, stopping)[0].tokens.tolist() == tokens[: last + 1]
+    assert wasted or not engine._flights
+    steps = last + 1 + wasted
+    until(lambda e=engine, n=steps: e.stats.steps == n, 'it has recorded all')
 
 
 def test_preemption_across_a_swap_keeps_the_first_routes(start):
@@ -222,7 +240,7 @@ def test_enough_of_some_changes_no_other(start, settings):
       assert np.all(c.experts[first] >= 0)
   assert shorter > 5
   until(lambda: engine.pages_held == 0, 'pages return')
-  assert not engine._open and not engine._waiting
+  until(lambda: not engine._open and not engine._waiting, 'all have left')
 
 
 @pytest.mark.parametrize('late', [False, True])

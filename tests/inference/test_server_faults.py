@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import socket
+import threading
 import time
 
 import httpx2
@@ -13,6 +14,8 @@ import pytest
 
 from composer.inference import server
 from composer.inference import server_answers
+from composer.inference import server_fields
+from composer.inference import server_requests
 from composer.inference import server_state
 from composer.records import Completion
 from composer.records import Piece
@@ -250,6 +253,90 @@ def test_bad_bodies(serve, scripted):
     running.client.completions.create(
       model='m', prompt='x', max_tokens=1, extra_body=fine
     )
+
+
+ANY = (
+  None, True, False, 0, -1, 2.5, 1e308, 10**30, 10**900, '', 'x', '\0\ud800', [], {},
+  [None], [{}], {'x': None},
+)  # fmt: skip
+FIELDS = (
+  *server_requests._SHARED, *server_fields.FIXED, *server_fields.NEUTRAL, '', 'x',
+)  # fmt: skip
+INNER = {  # body -> where in it any value may stand
+  'messages[0]': lambda x: {'messages': [x]},
+  'content': lambda x: {'messages': [{'role': 'user', 'content': x}]},
+  'part': lambda x: {'messages': [{'role': 'user', 'content': [
+    {'type': 'text', 'text': x}]}]},
+  'thought': lambda x: {'messages': [*ASK, {'role': 'assistant', 'content': x,
+    'reasoning_content': x}]},
+  'call': lambda x: {'messages': [{'role': 'assistant', 'tool_calls': [
+    {'id': 'a', 'type': 'function', 'function': x}]}]},
+  'call id': lambda x: {'messages': [{'role': 'assistant', 'tool_calls': [
+    {'id': x, 'function': {'name': 'f', 'arguments': '{}'}}]}]},
+  'tool id': lambda x: {'messages': [*ASK, {'role': 'tool', 'content': 'x',
+    'tool_call_id': x}]},
+  'tool': lambda x: {'tools': [x]},
+  'function': lambda x: {'tools': [{'type': 'function', 'function': x}]},
+  'parameters': lambda x: {'tools': tool(parameters=x)},
+  'forced': lambda x: {'tools': tool(parameters=x), 'tool_choice': 'required'},
+  'choice': lambda x: {'tools': [TOOL], 'tool_choice': x},
+  'session': lambda x: {'metadata': {'session_id': x}},
+  'options': lambda x: {'stream': True, 'stream_options': {'include_usage': x}},
+  'schema': lambda x: schema(x),
+  'words': lambda x: {'structured_outputs': {'choice': x}},
+  'json': lambda x: {'structured_outputs': {'json': x}},
+  'regex': lambda x: {'structured_outputs': {'regex': x}},
+}  # fmt: skip
+
+
+class Always:
+  """Answers everybody with one token, whatever may be drawn."""
+
+  def __init__(self, scripted, complete):
+    self.version, self.stats, self.pages = 3, scripted.stats, scripted.pages
+    self.complete = complete
+
+  def check(self):
+    pass
+
+  async def sample(self, request):
+    return self.complete(request.tokens, [65], request.stop_tokens)
+
+
+def test_any_value_anywhere(serve, scripted, complete):
+  """An answer, or the client's error: never ours, and never none."""
+  engine = Always(scripted, complete)
+  with serve(engine) as running, httpx2.Client(base_url=running.url) as http:
+
+    def post(path, body):
+      return http.post(
+        f'/v1/{path}',
+        content=json.dumps(body).encode(),
+        headers={'Content-Type': 'application/json'},
+      )
+
+    chat = {'model': 'm', 'messages': ASK, 'max_tokens': 1}
+    text = {'model': 'm', 'prompt': 'x', 'max_tokens': 1}
+    cases = [('completions', {**text, f: x}) for f in FIELDS for x in ANY]
+    fields = (*server_requests._OF_CHAT, 'max_tokens', 'metadata', 'stop', 'n')
+    cases += [('chat/completions', {**chat, f: x}) for f in fields for x in ANY]
+    cases += [
+      ('chat/completions', {**chat, **f(x)})
+      for f in INNER.values()
+      for x in ANY
+    ]
+    refused = 0
+    for path, body in cases:
+      answer = post(path, body)
+      if answer.status_code == 200:
+        continue
+      refused += 1
+      error = answer.json()['error']
+      assert answer.status_code in (400, 404), (body, error)
+      assert error['type'] == 'invalid_request_error', (body, error)
+      assert 0 < len(error['message']) < 600, (body, error)
+    assert refused > len(cases) // 2
+    assert not running.server.active and not running.server.answers
 
 
 @pytest.mark.parametrize(
@@ -526,6 +613,36 @@ def test_draining(serve, scripted):
     assert engine.cancelled == 1 and not running.thread.is_alive()
     assert time.monotonic() - began > 0.2
     stream.close()
+
+
+def test_what_is_cut_off_is_told(serve, scripted, caplog):
+  """Of a stream by its last event, else by its status; not as one who left."""
+  engine = scripted(None, None)
+  ends = []
+  with serve(engine, drain_s=0.2) as running:
+    client = running.client.with_options(max_retries=0)
+
+    def ask():
+      try:
+        client.completions.create(model='m', prompt='x')
+      except openai.APIError as error:
+        ends.append((type(error), str(error)))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_for(lambda: len(engine.requests) == 1)
+    stream = client.completions.create(model='m', prompt='x', stream=True)
+    running.end()
+    with pytest.raises(openai.APIError, match='the server stops'):
+      list(stream)
+    running.thread.join(60)
+    asking.join(10)
+  ((kind, text),) = ends
+  assert kind is openai.InternalServerError and 'the server stops' in text
+  assert engine.cancelled == 2 and len(running.server.table) == 0
+  assert running.server.metrics.cancelled == 0
+  assert running.server.metrics.requests['/v1/completions', 503] == 1
+  assert 'the client left' not in caplog.text
 
 
 def test_address_in_use(serve, scripted):

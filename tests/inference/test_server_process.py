@@ -4,7 +4,9 @@ import asyncio
 import dataclasses
 import os
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -129,6 +131,14 @@ def test_refused_before_anything_is_read(checkpoint, tmp_path):
         options(tmp_path), server=server.ServerConfig('m', '0.0.0.0')
       )
     )
+  with socket.create_server(('127.0.0.1', 0)) as taken:
+    port = taken.getsockname()[1]
+    with pytest.raises(ValueError, match=f'port {port}: .*another --port'):
+      server_process.run(
+        dataclasses.replace(
+          options(tmp_path), server=server.ServerConfig('m', port=port)
+        )
+      )
   for change, field in (
     ({'cache_gb': -1.0}, 'cache-gb'),
     ({'max_context': -1}, 'max-context'),
@@ -141,6 +151,22 @@ def test_refused_before_anything_is_read(checkpoint, tmp_path):
   ):
     with pytest.raises(ValueError, match=field):
       server_process.run(options(checkpoint, **change), say=lambda line: None)
+
+
+def test_files_for_connections(monkeypatch):
+  """As many as may be, never fewer than there were."""
+  infinite, given = resource.RLIM_INFINITY, []
+  monkeypatch.setattr(
+    resource, 'setrlimit', lambda what, limits: given.append(limits)
+  )
+  for limits in (
+    (1024, 4096), (1024, infinite), (1024, 10**6), (4096, 4096),
+    (infinite, infinite), (100_000, 10**6),
+  ):  # fmt: skip
+    monkeypatch.setattr(resource, 'getrlimit', lambda what, x=limits: x)
+    server_process._allow_files()
+  most = server_process.FILES
+  assert given == [(4096, 4096), (most, infinite), (most, 10**6)]
 
 
 def test_a_model_without_a_vocabulary(tmp_path):

@@ -210,6 +210,101 @@ def test_written_when_it_leaves(complete, tmp_path):
     assert wire.encode_segment(got) == wire.encode_segment(segment)
 
 
+def written(folder):
+  """Session ids on the disk -> (calls, sampled tokens of each segment)."""
+  out = {}
+  for path in folder.iterdir():
+    about = json.loads((path / 'session.json').read_text())
+    segments = [
+      wire.decode_segment((path / name).read_bytes())
+      for name in about['segments']
+    ]
+    out[about['id']] = (
+      about['calls'],
+      [x.tokens[x.sampled].tolist() for x in segments],
+    )
+  return out
+
+
+def test_written_when_it_rests(complete, tmp_path):
+  """A process that is killed takes with it what was used of late, no more."""
+  clock = Clock()
+  limits = server_sessions.Limits(seconds=1000, idle=5)
+  table = server_sessions.Table((1, 2), limits, tmp_path, clock)
+
+  def rest(seconds):
+    clock.now += seconds
+    table.write_idle()
+    table._writer.submit(lambda: None).result(10)  # all before it is written
+    return written(tmp_path)
+
+  call(table, complete, [1], [2], 'a')
+  assert rest(4) == {}
+  call(table, complete, [1], [2], 'b')
+  assert rest(2) == {'a': (1, [[2]])}
+  before = list(tmp_path.rglob('segment-0'))[0].stat().st_mtime_ns
+  call(table, complete, [1, 2, 3], [4], 'b')
+  assert rest(4) == {'a': (1, [[2]])}  # b is used
+  assert rest(2) == {'a': (1, [[2]]), 'b': (2, [[2, 4]])}
+  assert len(table) == 2 and table.expired == 0
+  rest(60)  # and nothing is written twice
+  again = [x.stat().st_mtime_ns for x in tmp_path.rglob('segment-0')]
+  assert before in again
+  # The table goes on where it was, in the folder that is there.
+  call(table, complete, [1, 2, 3, 4, 5], [6], 'b')
+  assert rest(6)['b'] == (3, [[2, 4, 6]])
+  assert len(list(tmp_path.iterdir())) == 2
+  # Another process beside what is left of this one.
+  other = server_sessions.Table((1, 2), limits, tmp_path, clock)
+  call(other, complete, [7], [8], 'a')
+  other.close()
+  table.close()
+  assert len(list(tmp_path.iterdir())) == 3
+  assert not list(tmp_path.rglob('*.part'))
+
+
+def test_what_was_written_too_early_is_taken_back(complete, tmp_path):
+  """An answer whose client takes longer to leave than the session rests."""
+  clock = Clock()
+  limits = server_sessions.Limits(idle=5)
+  table = server_sessions.Table((1, 2), limits, tmp_path, clock)
+  context = np.array([1], np.int32)
+  first, second = complete(context, [2]), complete([1, 2, 3], [4])
+
+  def rest():
+    clock.now += 6
+    table.write_idle()
+    table._writer.submit(lambda: None).result(10)
+    return written(tmp_path)
+
+  session = table.record('a', context, [first], 1.0)
+  assert rest() == {'a': (1, [[2]])}
+  session = table.record('a', np.array([1, 2, 3], np.int32), [second], 1.0)
+  assert rest() == {'a': (2, [[2, 4]])}
+  table.retract(session, second)
+  assert rest() == {'a': (1, [[2]])}
+  lone = table.record('b', context, [first], 1.0)
+  assert set(rest()) == {'a', 'b'}
+  table.retract(lone, first)
+  assert set(rest()) == {'a'} and not table._changed
+
+
+def test_a_full_disk_at_rest(complete, tmp_path, caplog):
+  """It is told, and the session is written when it leaves."""
+  clock, folder = Clock(), tmp_path / 'sessions'
+  folder.write_text('')
+  limits = server_sessions.Limits(seconds=100, idle=5)
+  table = server_sessions.Table((1, 2), limits, folder, clock)
+  call(table, complete, [1], [2], 'a')
+  clock.now = 6
+  table.write_idle()
+  table._writer.submit(lambda: None).result(10)
+  assert 'session a could not be written' in caplog.text
+  folder.unlink()
+  table.close()
+  assert written(folder) == {'a': (1, [[2]])}
+
+
 def test_feedback_that_cannot_be_written(complete, tmp_path):
   (tmp_path / 'file').write_text('')
   table = server_sessions.Table((1, 2), directory=tmp_path / 'file')

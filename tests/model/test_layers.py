@@ -180,6 +180,22 @@ def test_map_rows_gives_a_row_the_same_bits_anywhere():
     np.testing.assert_array_equal(product(BITWISE)(x[span]), want[span])
 
 
+def test_map_rows_leaves_out_blocks_that_nobody_reads():
+  weights, x = normal(0, 48, 64), normal(1, 200, 48)
+
+  def product(x, used=None):
+    return layers.map_rows(
+      lambda rows: jax.nn.log_softmax(rows @ weights), BITWISE, x, used=used
+    )
+
+  want, some = np.asarray(jax.jit(product)(x)), jax.jit(product)
+  for used in (0, 1, 8, 9, 199, 200):
+    got = np.asarray(some(x, np.int32(used)))
+    computed = -(-used // 8) * 8
+    np.testing.assert_array_equal(got[:computed], want[:computed])
+    assert not got[computed:].any()
+
+
 @pytest.mark.parametrize('rows', (7, 8, 20))
 def test_map_rows_refuses_what_it_cannot_fix(rows):
   with pytest.raises(ValueError, match=f'row_block=8.*got {rows}'):

@@ -11,6 +11,7 @@ from pallas_kernels import grouped_matmul as ops
 from pallas_kernels import mosaic
 from pallas_kernels import quantize
 from pallas_kernels import warp
+from pallas_kernels.grouped_matmul import gpu_find
 from pallas_kernels.grouped_matmul import gpu_packed
 from pallas_kernels.grouped_matmul import packed
 from pallas_kernels.grouped_matmul import shapes
@@ -122,7 +123,7 @@ def test_warps_find_their_rows(sizes, tile):
 
   def kernel(w, sizes, *found):
     for place, value in zip(
-      found, gpu_packed._find(w, sizes, w.warp, tile), strict=True
+      found, gpu_find.find(w, sizes, w.warp, tile), strict=True
     ):
       w.when(w.lane.equals(0), lambda r=place, v=value: w.store(r, w.warp, v))
 

@@ -283,6 +283,66 @@ def test_lowers_for_cuda(shape):
   assert kernels == 1 + (shape in shapes.FEW)
 
 
+def in_place_case(n, queries, heads, first, pages):
+  rows = first + n * queries
+  keys = jax.random.split(jax.random.key(0), 3)
+  shapes_ = (rows, heads, 64), (pages, 64, 2, 64), (pages, 64, 2, 64)
+  arrays = [
+    jax.random.normal(key, shape, jnp.bfloat16)
+    for key, shape in zip(keys, shapes_, strict=True)
+  ]
+  table = jnp.arange(n * 2, dtype=jnp.int32).reshape(n, 2) % pages
+  place = jnp.arange(n * queries, dtype=jnp.int32).reshape(n, queries) + 37
+  place = jnp.where(place % queries > queries - 3, -1, place % 128)
+  return *arrays, table, place
+
+
+@needs_interpreter
+def test_rows_where_they_lie():
+  """Bits of rows that are laid out for the kernel, and as many of them."""
+  q, k, v, table, place = in_place_case(1, 16, 16, 3, 2)
+  want = ops.paged_attention(
+    q[3:].reshape(1, 16, 16, 64),
+    *(k, v, table, place),
+    scale=0.1,
+    implementation='gpu_interpret',
+  )
+  got = gpu.in_place(
+    *(q, k, v, table, place.reshape(-1)),
+    first=3,
+    width=64,
+    scale=0.1,
+    interpret=True,
+  )
+  assert got.shape == q.shape
+  np.testing.assert_array_equal(
+    np.asarray(got[3:]).view(np.uint16),
+    np.asarray(want).reshape(16, 16, 64).view(np.uint16),
+  )
+
+
+def test_rows_where_they_lie_lower_for_cuda():
+  q, k, v, table, place = in_place_case(4, 16, 32, 64, 8)
+  k, v = (jnp.tile(x, (1, 1, 2, 1)) for x in (k, v))
+  text = mosaic.lower(
+    lambda *a: gpu.in_place(*a, first=64, width=64, scale=0.1),
+    *(q, k, v, table, place.reshape(-1)),
+  )
+  assert 'mosaic_gpu' in text and 'stablehlo.transpose' not in text
+
+
+def test_rows_that_cannot_stay(monkeypatch):
+  """Four heads to one of keys, and where nothing says that it is faster."""
+  q, k, v, table, place = in_place_case(2, 16, 8, 0, 4)
+  sizes = dict(first=0, width=64, scale=0.1)
+  assert gpu.in_place(q, k, v, table, place.reshape(-1), **sizes) is None
+  arguments = q, k, v, table, place.reshape(-1)
+  assert ops.in_place(*arguments, first=0, scale=0.1) is None
+  found = {'chunk': {'in_place': True}}
+  monkeypatch.setattr(dispatch, 'tuning', lambda operation: found)
+  assert ops.in_place(*arguments, first=0, scale=0.1) is None  # a CPU
+
+
 def test_when_sequences_are_few():
   sums = 64, 512
   assert gpu.few(4, 512, 16, sums)

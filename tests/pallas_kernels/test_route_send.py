@@ -29,6 +29,9 @@ CASES = {
   'groups': (9, 128, 64, ops.Router(6, groups=4, top_groups=2)),
   'odd': (33, 44, 8, ops.Router(3, kind='softmax', normalise=False)),
   'one': (1, 2, 64, ops.Router(2)),
+  # Rows that a warp routes at once: four, of which some are not there, and two.
+  'many': (200, 8, 72, ops.Router(2)),
+  'groups of two rows': (40, 128, 8, ops.Router(6, groups=4, top_groups=2)),
 }
 
 

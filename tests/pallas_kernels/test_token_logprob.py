@@ -12,6 +12,8 @@ import pytest
 from pallas_kernels import mosaic
 from pallas_kernels import token_logprob as ops
 from pallas_kernels.token_logprob import gpu
+from pallas_kernels.token_logprob import gpu_merge
+from pallas_kernels.token_logprob import gpu_scored
 from pallas_kernels.token_logprob import reference
 from pallas_kernels.token_logprob import shapes
 
@@ -184,29 +186,121 @@ def test_bits_depend_on_the_row_alone(t, rows, tiles):
   )
 
 
+# Rows of one consumer and of two, that are no whole eight, and no whole tile; of
+# the last block of the vocabulary there is one piece.
 @needs_interpreter
-def test_one_pass_has_the_bits_of_two():
+@pytest.mark.parametrize('t', [70, 5, 128])  # 128 are stored from registers
+def test_one_pass_has_the_bits_of_two(t):
   """Logits and logprobs at once, and once more over what is kept."""
-  t, v = 70, 320
+  v = 320
   hidden, unembed, tokens, temperatures = draw(t, v)
   hidden, unembed = (jnp.round(4 * a) / 4 for a in (hidden, unembed))
   kept, inside = draw_kept(tokens, v)
   name = {'implementation': 'gpu_interpret'}
-  found = ops.scored(hidden, unembed, temperatures, **name)
+  found = ops.Scored(
+    *gpu_scored.scored(hidden, unembed, temperatures, interpret=True)
+  )
   z = hidden.astype(jnp.float32) @ unembed.astype(jnp.float32)  # exact
   np.testing.assert_array_equal(found.logits, z * (1 / temperatures)[:, None])
+  want = ops.token_logprob(hidden, unembed, tokens, temperatures, **name)
+  np.testing.assert_array_equal(
+    np.stack([found.logprob(tokens), found.entropy]).view(np.int32),
+    np.stack(want).view(np.int32),
+  )
+  if t != 70:
+    return
   bits = jnp.packbits(inside, axis=1)
   over = ops.renormalised(found, bits, **name)
-  for got, given in ((found, None), (over, kept)):
-    want = ops.token_logprob(
-      *(hidden, unembed, tokens, temperatures), kept=given, **name
-    )
-    np.testing.assert_array_equal(
-      np.stack([got.logprob(tokens), got.entropy]).view(np.int32),
-      np.stack(want).view(np.int32),
-    )
+  want = ops.token_logprob(
+    *(hidden, unembed, tokens, temperatures), kept=kept, **name
+  )
+  np.testing.assert_array_equal(
+    np.stack([over.logprob(tokens), over.entropy]).view(np.int32),
+    np.stack(want).view(np.int32),
+  )
   with pytest.raises(ValueError, match='40 bytes a row'):
     ops.renormalised(found, bits[:, 1:], **name)
+
+
+def test_tunings_of_one_pass(monkeypatch):
+  tuned = {'scored few 576': {'stages': 5, 'slots': 1, 'direct': True}}
+  monkeypatch.setattr(gpu_scored.dispatch, 'tuning', {gpu.NAME: tuned}.get)
+  cut = gpu_scored.cut_for(16, 576)
+  assert (cut.tiles.stages, cut.tiles.slots, cut.direct) == (5, 1, True)
+  assert not gpu_scored.cut_for(16, 2048).direct
+  assert gpu_scored.cut_for(65, 576).tiles.consumers == 2
+  assert [gpu_scored.cut_for(t, 576).direct for t in (128, 200)] == [
+    True,
+    False,
+  ]
+  wide = gpu_scored.Cut(gpu.matmul.Tiles(columns=128))
+  hidden, unembed, _, temperatures = draw(3)
+  with pytest.raises(ValueError, match='columns must be 256'):
+    gpu_scored.scored(hidden, unembed, temperatures, cut=wide)
+
+
+def test_renormalised_by_name():
+  hidden, unembed, tokens, temperatures = draw(9)
+  kept, inside = draw_kept(tokens, 320)
+  z = reference.logits(hidden, unembed, temperatures)
+  nothing = jnp.zeros((9,), jnp.float32)
+  whole = ops.Scored(z, nothing, nothing)
+  want = by_hand(
+    *(a.astype(jnp.float32) for a in (hidden, unembed)),
+    *(tokens, temperatures, inside),
+  )
+  for name in (None, 'reference'):
+    found = ops.renormalised(whole, kept, implementation=name)
+    got = found.logprob(tokens), found.entropy
+    np.testing.assert_allclose(np.stack(got), np.stack(want), atol=2e-5)
+  for name, reason in (
+    ('tpu_interpret', 'keeps no logits'),
+    ('gpu', 'is a cpu'),
+    ('cuda', 'unknown'),
+  ):
+    with pytest.raises(ValueError, match=reason):
+      ops.renormalised(whole, kept, implementation=name)
+
+
+def in_order(parts):
+  """m, s, u [J, T] float32: merged as `gpu_merge` says, written down again."""
+  most = parts[0].max(axis=0)
+  total, weighed = np.zeros_like(most), np.zeros_like(most)
+  for m, s, u in zip(*parts[:3], strict=True):
+    shift = m - most
+    factor = np.exp2(shift * np.float32(np.log2(np.e)))
+    total += s * factor
+    weighed += factor * (u + shift * s)
+  log = np.log2(total) * np.float32(np.log(2))
+  return most + log, log - weighed / total
+
+
+# Blocks: fewer than lines, no multiple of them, and more than wait at once.
+@pytest.mark.parametrize('blocks', [3, 65, 150])
+@pytest.mark.parametrize('some', [None, 2])
+def test_blocks_are_merged_in_their_order(blocks, some, monkeypatch):
+  monkeypatch.setattr(gpu_merge, 'STEPS', 2)
+  rng = np.random.default_rng(blocks)
+  rows = 11
+  parts = np.full((4, blocks, 64), np.nan, np.float32)
+  parts[:, :, :rows] = rng.normal(size=(4, blocks, rows)) * 5
+  parts[1] = np.abs(parts[1]) + 1
+  parts[0, 1, 0] = gpu.LOWEST  # of this row and block nothing was kept
+  parts[3] = np.where(np.arange(blocks)[:, None] == 2, parts[3], 0)
+  given = parts[None]
+  if some:  # in launches, the last of which has some blocks too many
+    count = -(-blocks // some) * some
+    given = np.full((4, count, 64), np.nan, np.float32)
+    given[:, :blocks] = parts
+    given = given.reshape(4, -1, some, 64).swapaxes(0, 1)
+  given = jnp.asarray(given)
+  log, entropy, chosen = gpu_merge.merged(given, blocks, rows, interpret=True)
+  want = in_order(parts[:, :, :rows])
+  np.testing.assert_array_equal(log, want[0])
+  np.testing.assert_array_equal(entropy, want[1])
+  np.testing.assert_array_equal(chosen, parts[3, 2, :rows])
+  two = gpu_merge.merged(given[:, :3], blocks, rows, interpret=True)
+  np.testing.assert_array_equal(two, [log, entropy])
 
 
 @pytest.mark.parametrize('name', ['reference', 'tpu_interpret'])
@@ -236,23 +330,23 @@ def test_lowers_for_cuda(shape, kept):
   assert text.count('mosaic_gpu') >= 2
 
 
-@pytest.mark.parametrize('tokens', [16, 256])
+@pytest.mark.parametrize('tokens', [5, 64, 200, 256])
 def test_one_pass_lowers_for_cuda(tokens):
   shape = shapes.DECODING[0]
   d, v = shape.depth, shape.vocabulary
   text = mosaic.lower(
-    gpu.scored,
+    gpu_scored.scored,
     jax.ShapeDtypeStruct((tokens, d), jnp.bfloat16),
     jax.ShapeDtypeStruct((d, v), jnp.bfloat16),
     jax.ShapeDtypeStruct((tokens,), jnp.float32),
   )
-  assert text.count('mosaic_gpu') >= 2
+  assert text.count('custom_call @mosaic_gpu') == 2
   text = mosaic.lower(
-    gpu.renormalised,
+    gpu_scored.renormalised,
     jax.ShapeDtypeStruct((tokens, v), jnp.float32),
     jax.ShapeDtypeStruct((tokens, -(-v // 32)), jnp.uint32),
   )
-  assert text.count('mosaic_gpu') >= 2
+  assert text.count('custom_call @mosaic_gpu') == 2
 
 
 @pytest.mark.parametrize('name', NAMES)
