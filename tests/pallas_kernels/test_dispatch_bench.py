@@ -16,8 +16,12 @@ from pallas_kernels import bench_time
 from pallas_kernels import dispatch
 from pallas_kernels import grouped_matmul
 from pallas_kernels import mosaic
+from pallas_kernels.attention import gpu_gradients
+from pallas_kernels.attention import gpu_tiles
 from pallas_kernels.grouped_matmul import gpu
+from pallas_kernels.grouped_matmul import gpu_few
 from pallas_kernels.token_logprob import gpu as logprob_gpu
+from pallas_kernels.token_logprob import gpu_scored
 
 
 def test_a_named_one_runs_or_says_why_not():
@@ -46,16 +50,42 @@ def test_none_takes_the_best_and_warns_once_of_a_slow_one(monkeypatch):
 def test_tunings_are_tiles_that_fit(monkeypatch):
   for path in dispatch.TUNINGS.glob('*.json'):
     table = json.loads(path.read_text())
-    for key, values in table['grouped_matmul'].items():
-      tiles = gpu.Tiles(**values)
-      gpu._scratch(gpu.Work(tiles, 7168, 2048, 132), 'bfloat16', 'bfloat16')
-      assert key.split()[0] in ('rows', 'weights')
     monkeypatch.setattr(
-      dispatch, 'tuning', lambda name, table=table: table[name]
+      dispatch, 'tuning', lambda name, table=table: table.get(name, {})
     )
-    for key in table.get('token_logprob', {}):
-      tiles = logprob_gpu._tuned(int(key.removeprefix('depth ')))
-      assert (tiles.columns, tiles.rows) == (logprob_gpu.BLOCK, 64)
+    for name, entries in table.items():
+      for key, values in entries.items():
+        _check_tuning(name, key, values)
+
+
+def _check_tuning(name, key, values):
+  kind, *rest = key.split()
+  sizes = [int(part) for part in rest if part.isdigit()]
+  if name == 'token_logprob' and kind == 'depth':
+    tiles = logprob_gpu.tuned(*sizes)
+    assert (tiles.columns, tiles.rows) == (logprob_gpu.BLOCK, 64)
+  elif name == 'token_logprob':
+    assert kind == 'scored' and rest[0] in ('few', 'whole')
+    cut = gpu_scored.cut_for(64 if rest[0] == 'few' else 128, *sizes)
+    gpu_scored._launch(cut, (128, *sizes, 4096), jnp.bfloat16, True)
+  elif kind == 'few':
+    few = gpu_few.Few(**values)
+    assert few and len(sizes) == 2
+  elif name == 'grouped_matmul':
+    gpu._scratch(
+      gpu.Work(gpu.Tiles(**values), 7168, 2048, 132), 'bfloat16', 'bfloat16'
+    )
+    assert kind in ('rows', 'weights')
+  elif name == 'attention':
+    width = sizes[1]
+    assert kind in ('forward', 'gradient') and width
+    of = gpu_tiles.Tiles if kind == 'forward' else gpu_gradients.Tiles
+    of(**values)
+  else:
+    assert (name, key) in {
+      ('paged_attention', 'decode'),
+      ('paged_attention', 'chunk'),
+    }
 
 
 def test_tunings_go_by_rows_a_group(monkeypatch):
