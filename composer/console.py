@@ -129,6 +129,7 @@ class Progress:
           f' {", ".join(self._stages) or "none"})'
         )
       known, now = self._stages[stage], time.monotonic()
+      ends = known.step < known.total <= step  # figures may still come after it
       known.step, known.latest = int(step), now
       known.first = known.first or (int(step), now)
       given = {k: v for k, v in figures.items() if v is not None}
@@ -140,7 +141,7 @@ class Progress:
         self._rewarded = True
         self._announce(float(given['reward']))
       late = now - known.printed >= self._every_s
-      if self._live is None and (late or known.step >= known.total):
+      if self._live is None and (late or ends):
         known.printed = now
         self._print(self._line(known))
 

@@ -78,6 +78,8 @@ def test_plain_lines_are_rare_but_the_last_step_is_always_there():
   file = io.StringIO()
   progress = console.Progress('quickstart', file=file, every_s=1000)
   run_both_stages(progress)
+  for reward in (0.1, 0.2):  # of sessions that end after the last step
+    progress.update('RL', 6, reward=reward)
   lines = file.getvalue().splitlines()
   assert sum('mid-training ' in line and '/6' in line for line in lines) == 3
   assert sum('RL 6/6' in line for line in lines) == 1
