@@ -292,9 +292,7 @@ def _claim(r: _Refs, stage, work: Work, values: bool = False) -> None:
   """The producer waits until a stage's keys or values have been used."""
   t = work.tiles
   if t.named and not work.interpret:
-    place = (
-      gpu_waits.values(stage, t.stages) if values else gpu_waits.keys(stage)
-    )
+    place = gpu_waits.used(stage, t.stages, values)
     gpu_waits.wait(jnp.int32(place), t.consumers + 1)
   else:
     plgpu.barrier_wait((r.values if values else r.keys)[1].at[stage])
@@ -307,9 +305,7 @@ def _release(r: _Refs, stage, work: Work, values: bool = False) -> None:
   """A consumer has used a stage's keys or values."""
   t = work.tiles
   if t.named and not work.interpret:
-    place = (
-      gpu_waits.values(stage, t.stages) if values else gpu_waits.keys(stage)
-    )
+    place = gpu_waits.used(stage, t.stages, values)
     gpu_waits.arrive(jnp.int32(place), t.consumers + 1)
   else:
     plgpu.barrier_arrive((r.values if values else r.keys)[1].at[stage])

@@ -23,14 +23,9 @@ def turn(consumer: Any) -> Any:
   return FIRST + consumer
 
 
-def keys(stage: Any) -> Any:
-  """That of consumers who have used the keys of a stage."""
-  return FIRST + 2 + stage
-
-
-def values(stage: Any, stages: int) -> Any:
-  """That of consumers who have used the values of a stage."""
-  return FIRST + 2 + stages + stage
+def used(stage: Any, stages: int, values: bool) -> Any:
+  """That of consumers who have used the keys of a stage, or its values."""
+  return FIRST + 2 + stage + (stages if values else 0)
 
 
 def arrive(name: jax.Array, warpgroups: int) -> None:

@@ -24,7 +24,6 @@ import numpy as np
 from pallas_kernels import attention
 from pallas_kernels import checks
 from pallas_kernels import dispatch
-from pallas_kernels import mosaic
 from pallas_kernels.paged_attention import reference
 
 NAME = 'paged_attention'
@@ -134,11 +133,12 @@ def in_place(
   _check(some, k_pages, v_pages, table, places, scale, width)
   width = width if v_pages is None else v_pages.shape[-1]
   chosen = _choose(some, k_pages, v_pages, width, implementation)
-  few = 4 * n * k_pages.shape[2] < 3 * mosaic.cores()  # see `gpu.few`
-  if few or not chosen.startswith('gpu'):
+  if not chosen.startswith('gpu'):
     return None
   from pallas_kernels.paged_attention import gpu
 
+  if gpu.leave_idle(n * k_pages.shape[2]):
+    return None
   return gpu.in_place(
     *(q, k_pages, v_pages, table, positions),
     first=first,

@@ -160,6 +160,11 @@ def _by_splits(work: gpu.Work, items, pages: int, rows: int, arguments):
   )
 
 
+def leave_idle(items: int) -> bool:
+  """Whether there are not items for most of the multiprocessors."""
+  return 4 * items < 3 * mosaic.cores()
+
+
 def few(items: int, pages: int, split: int, sums: tuple[int, int]) -> bool:
   """Whether items of so many pages leave multiprocessors idle.
 
@@ -177,7 +182,7 @@ def few(items: int, pages: int, split: int, sums: tuple[int, int]) -> bool:
   return (
     pages > split > 0
     and width % gpu_splits.LANES == 0
-    and 4 * items < 3 * mosaic.cores()
+    and leave_idle(items)
     and size <= MOST_SUMS
   )
 
