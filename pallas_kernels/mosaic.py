@@ -115,6 +115,18 @@ def linear(shape: Sequence[int], dtype: Any) -> Any:
   return plgpu.SMEM(tuple(shape), dtype)
 
 
+def plain(ref: Any, interpret: bool = False) -> None:
+  """Linear shared memory stays as it is, row after row, wherever it is used.
+
+  Else Mosaic may choose a swizzle for it. The copy engine takes that from the
+  address; a store of registers through `ref.at[rows]` takes it from the first of
+  these rows, and where that is any row, writes elsewhere than is read.
+  """
+  if not interpret:
+    keep = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda *_: None)
+    keep(ref)
+
+
 def store_rows(source: Any, rows: Any, low: Any, count: Any, most: int) -> None:
   """Copies rows low to low + count of shared memory; `count` is traced.
 

@@ -79,6 +79,7 @@ class Work:
   gated: bool
   size: int = 2  # bytes of a number of the result
   groups: int = 1
+  interpret: bool = False
 
   @property
   def parts(self) -> int:
@@ -160,7 +161,8 @@ def grouped_matmul(
   if m % gpu.ALIGN:
     x = jnp.pad(x, ((0, -m % gpu.ALIGN), (0, 0)))
   work = Work(
-    tiles, x.shape[0], k, w.shape[-1], gated, dtype.itemsize, w.shape[0]
+    *(tiles, x.shape[0], k, w.shape[-1], gated, dtype.itemsize, w.shape[0]),
+    interpret=interpret,
   )
   if work.groups > 1 and work.line > 2:
     raise ValueError(
@@ -337,6 +339,7 @@ def _tile(
     # pieces of a power of two.
     start = low - first
     down = lax.rem(work.line - lax.rem(start, work.line), work.line)
+    mosaic.plain(waiting, work.interpret)
     waiting.at[pl.ds(down, ROWS)][...] = total
     plgpu.commit_smem()
     mosaic.store_rows(

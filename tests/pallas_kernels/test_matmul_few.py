@@ -281,6 +281,37 @@ def test_groups_are_one_launch(planned, gated):
   assert 'stablehlo.reduce' not in text
 
 
+@needs_interpreter  # where it is, layouts are chosen in a step of their own
+def test_rows_are_not_swizzled_from_a_moving_start(monkeypatch):
+  """Between two rows a swizzled store would not meet the copy engine's."""
+  from jax.experimental.mosaic.gpu import dialect_lowering
+
+  seen = []
+  lower = dialect_lowering.lower_mgpu_dialect
+
+  def spy(module, *arguments, **options):
+    seen.append(str(module))
+    return lower(module, *arguments, **options)
+
+  monkeypatch.setattr(dialect_lowering, 'lower_mgpu_dialect', spy)
+  mosaic.lower(
+    lambda x, w, sizes: [
+      gpu_few.grouped_matmul(x, w, sizes, tiles=tiles) for tiles in GROUPED
+    ],
+    jax.ShapeDtypeStruct((16, K), jnp.bfloat16),
+    jax.ShapeDtypeStruct((8, K, N), jnp.bfloat16),
+    jax.ShapeDtypeStruct((8,), jnp.int32),
+  )
+  stores = [
+    line
+    for module in seen
+    for line in module.splitlines()
+    if 'mosaic_gpu.vector_store"' in line and 'offset: ?' in line
+  ]
+  assert len(stores) == len(GROUPED)
+  assert all('in_transforms = [[]]' in line for line in stores)
+
+
 def test_stages_fit_into_shared_memory():
   wide = gpu_few.Few(columns=64, depth=256, stages=99)
   work = gpu_few.Work(wide, 64, 8192, 64, gated=True, size=4)
