@@ -42,6 +42,8 @@ BENCH_OPTIONS = {  # which benches take it
   'burst': ('machines',),
   'only': ('kernels',),
   'resume': ('kernels',),
+  'tune': ('kernels',),
+  'compare': ('engine',),
 }
 TRACEBACK = 'COMPOSER_TRACEBACK'  # set: errors come with their traceback
 
@@ -384,6 +386,19 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     action='store_true',
     default=None,
     help='of kernels: go on with the table that --json FILE has',
+  )
+  parser.add_argument(
+    '--tune',
+    type=Path,
+    metavar='FILE',
+    help='of kernels: time candidates for the tunings of this GPU, and write'
+    ' the best',
+  )
+  parser.add_argument(
+    '--compare',
+    action='store_true',
+    default=None,
+    help='of engine: decode steps in fast and in bitwise, in turns',
   )
 
 

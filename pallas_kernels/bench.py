@@ -37,6 +37,7 @@ import jax
 from pallas_kernels import bench_processes
 from pallas_kernels import bench_rows
 from pallas_kernels import bench_shapes
+from pallas_kernels import bench_tune
 from pallas_kernels import dispatch
 from pallas_kernels.attention import shapes as attention_shapes
 from pallas_kernels.bench_rows import TOLERANCE
@@ -106,6 +107,13 @@ CASES = {
 }
 
 
+def cases(operation: str) -> tuple[Callable[[Any], bench_rows.Rows], Any]:
+  """What gives an operation's rows, and its shapes."""
+  if operation.startswith(bench_tune.PREFIX):
+    return bench_tune.rows, bench_tune.cases()[operation]
+  return CASES[operation]
+
+
 def small(shape: Any) -> Any:
   """The shape cut down to what a CPU does in a moment."""
   if isinstance(shape, bench_shapes.Attention | bench_shapes.Invariance):
@@ -128,8 +136,8 @@ def rows_of(operation: str, number: int) -> Iterator[Row | None]:
 
   What fails ends with a row that says why.
   """
-  function, cases = CASES[operation]
-  shape = cases[number]
+  function, shapes = cases(operation)
+  shape = shapes[number]
   if dispatch.platform() == 'cpu':
     shape = small(shape)
   start = time.monotonic()
@@ -147,7 +155,7 @@ def rows_of(operation: str, number: int) -> Iterator[Row | None]:
 
 def failure(operation: str, number: int, why: str) -> Row:
   """The row of a shape that ended before it was measured."""
-  name = CASES[operation][1][number].name
+  name = cases(operation)[1][number].name
   case = f'{operation} {number}'
   return Row(operation, name, WHO, note=f'{ENDED}{why}', case=case)
 
@@ -161,6 +169,7 @@ def run(
   *,
   resume: bool = False,
   apart: bool | None = None,
+  keep: list[Row] | None = None,
 ) -> int:
   """Measures, prints a table, and writes the same as JSON.
 
@@ -169,6 +178,7 @@ def run(
     json_path: file to write to, after each row.
     resume: leave out the shapes that this file has, and go on with its table.
     apart: in processes of their own; None: on a GPU.
+    keep: gets all rows.
 
   Returns:
     1 if a result of ours is wrong, differs where it must not, or could not be
@@ -182,7 +192,7 @@ def run(
   os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
   os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '.92')
   for name in operations or ():
-    if name not in CASES:
+    if name not in CASES and name not in bench_tune.cases():
       raise ValueError(f'no operation {name!r}; there are {", ".join(CASES)}')
   if resume and json_path is None:
     raise ValueError('resume=True goes on with a file; give json_path')
@@ -192,7 +202,7 @@ def run(
   wanted = [
     (name, number)
     for name in operations or CASES
-    for number in range(len(CASES[name][1]))
+    for number in range(len(cases(name)[1]))
     if f'{name} {number}' not in table['finished']
   ]
   apart = dispatch.platform() == 'gpu' if apart is None else apart
@@ -200,7 +210,7 @@ def run(
   limits = not set(LIMITS) <= set(table)
   # Closed, whatever ends the report: no process stays.
   with contextlib.closing(source(wanted, limits)) as events:
-    return _report(events, table, json_path)
+    return _report(events, table, json_path, [] if keep is None else keep)
 
 
 def _here(wanted: list[tuple[str, int]], limits: bool) -> Iterator[Any]:
@@ -256,8 +266,13 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     ) from None
 
 
-def _report(events: Iterator[Any], table: dict[str, Any], json_path) -> int:
-  rows = [Row(**row) for row in table['rows']]
+def _report(
+  events: Iterator[Any],
+  table: dict[str, Any],
+  json_path: pathlib.Path | None,
+  rows: list[Row],
+) -> int:
+  rows += [Row(**row) for row in table['rows']]
   start = time.monotonic()
   if set(LIMITS) <= set(table):
     _head(table)
@@ -283,12 +298,63 @@ def _report(events: Iterator[Any], table: dict[str, Any], json_path) -> int:
   return 1 if faults else 0
 
 
+def tune(
+  path: pathlib.Path,
+  operations: Sequence[str] | None = None,
+  json_path: pathlib.Path | None = None,
+  *,
+  resume: bool = False,
+) -> int:
+  """Measures candidates for the tunings of this GPU, and writes the best.
+
+  Args:
+    path: file to write to, as `tunings/<device>.json`.
+    operations: whose; None: of all that have some.
+    (others): see `run`.
+
+  Returns:
+    As `run`; what differs or could not be measured is not written.
+
+  Raises:
+    ValueError: as `run`, no GPU, or an operation without tunings.
+  """
+  if dispatch.platform() != 'gpu':
+    raise ValueError(
+      'tunings say how kernels for GPUs are cut, and the default device is a'
+      f' {dispatch.platform()}'
+    )
+  if not path.parent.is_dir():
+    raise ValueError(f'{path}: there is no such folder; make it')
+  known = [name.removeprefix(bench_tune.PREFIX) for name in bench_tune.cases()]
+  for name in operations or ():
+    if name not in known:
+      raise ValueError(f'{name!r} has no tunings; {", ".join(known)} have')
+  names = [bench_tune.PREFIX + name for name in operations or known]
+  rows: list[Row] = []
+  code = run(names, json_path, resume=resume, keep=rows)
+  found = bench_tune.tunings(rows, [c for n in names for c in cases(n)[1]])
+  new = path.with_name(path.name + '.new')
+  new.write_text(bench_tune.text(found), encoding='utf-8')
+  os.replace(new, path)
+  print(
+    f'wrote {path}; as pallas_kernels/tunings/{dispatch.device_key()}.json it is'
+    ' what models get on such a device'
+  )
+  return code
+
+
 def _ended(row: Row) -> bool:
   return row.note.startswith(ENDED)
 
 
 def fault(row: Row) -> str | None:
   """What is wrong with a row of ours, or None; theirs may fail."""
+  if row.operation.startswith(bench_tune.PREFIX):
+    if row.who == WHO or row.who == bench_tune.DEFAULT and not row.seconds:
+      return row.note  # nothing could be measured
+    return (
+      f'{row.who}: {row.differing} elements differ' if row.differing else None
+    )
   if row.who not in OWN:
     return None
   if row.seconds is None or row.note.startswith(bench_rows.UNCHECKED):
@@ -310,7 +376,7 @@ WIDTHS = (27, 18, 11, 9, 8, 7, 6, 6, 8)
 
 def _line(*cells: str) -> str:
   text = ''.join(
-    f'{cell:<{width}}' if i < 3 else f'{cell:>{width}}'
+    f'{cell:<{width - 1}} ' if i < 3 else f'{cell:>{width}}'
     for i, (cell, width) in enumerate(zip(cells, WIDTHS, strict=False))
   )
   return f'{text}  {cells[-1]}'.rstrip()
@@ -366,6 +432,12 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument(
     '--resume', action='store_true', help='go on with what FILE has'
   )
+  parser.add_argument(
+    '--tune',
+    type=pathlib.Path,
+    metavar='FILE',
+    help='measure candidates for the tunings of this GPU, and write the best',
+  )
   return parser
 
 
@@ -374,6 +446,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   names = None
   if arguments.only:
     names = [name.strip() for name in arguments.only.split(',')]
+  if arguments.tune is not None:
+    return tune(arguments.tune, names, arguments.json, resume=arguments.resume)
   return run(names, arguments.json, resume=arguments.resume)
 
 

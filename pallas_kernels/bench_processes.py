@@ -34,6 +34,10 @@ TOGETHER = {
   'invariance': 3,
   'moe layer': 2,
   'paged_attention': 3,
+  'tune attention': 1,
+  'tune grouped_matmul': 2,
+  'tune matmul': 2,
+  'tune token_logprob': 1,
 }
 COMPILING = 300.0  # seconds for all to be ready
 MEASURING = 150.0  # seconds until the next row

@@ -7,6 +7,9 @@ says so, once for each operation and reason.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+import contextlib
+import contextvars
 import functools
 import json
 import pathlib
@@ -23,6 +26,9 @@ import jax.experimental.pallas.tpu  # noqa: F401
 # The interpreted ones run the kernels' code on CPU, for tests.
 NAMES = ('reference', 'gpu', 'tpu', 'gpu_interpret', 'tpu_interpret')
 TUNINGS = pathlib.Path(__file__).parent / 'tunings'
+_tried: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar(
+  'tried', default=()
+)
 
 
 def platform() -> str:
@@ -99,18 +105,39 @@ def warn(operation: str, device: str, reason: str) -> None:
   )
 
 
-@functools.cache
 def tuning(operation: str) -> dict[str, Any]:
   """The entry of an operation in the tunings of this kind of device.
 
   `tunings/<device>.json` maps operation to shape key to parameters. Without a
   file for the device there are only the defaults of the kernels.
   """
-  key = device_key()
-  path = TUNINGS / f'{"h100" if key == "h200" else key}.json'  # one processor
+  own = tunings().get(operation, {})
+  for changed, key, entry in _tried.get():
+    if changed == operation:
+      own = {k: v for k, v in own.items() if k != key}
+      own |= {} if entry is None else {key: entry}
+  return own
+
+
+@functools.cache
+def tunings() -> dict[str, dict[str, Any]]:
+  """All that the file of this kind of device says."""
+  path = TUNINGS / f'{device_key()}.json'
   if not path.is_file():
     return {}
-  return json.loads(path.read_text(encoding='utf-8')).get(operation, {})
+  return json.loads(path.read_text(encoding='utf-8'))
+
+
+@contextlib.contextmanager
+def tuned(
+  operation: str, key: str, entry: dict[str, Any] | None
+) -> Iterator[None]:
+  """What is traced meanwhile finds this entry of the tunings, or none."""
+  token = _tried.set((*_tried.get(), (operation, key, entry)))
+  try:
+    yield
+  finally:
+    _tried.reset(token)
 
 
 def device_key() -> str:

@@ -70,13 +70,10 @@ def launch(
   warpgroups: int,
   interpret: bool = False,
   approximate: bool = False,
-  reduction: int = 2048,
 ) -> Callable[..., Any]:
   """A kernel over a flat grid ('sm') of blocks of `warpgroups` ('wg').
 
   `approximate` lets exp2 and the like be the processor's own instructions.
-  `reduction`: bytes of shared memory for sums and maxima across warps; those of
-  rows of the tensor core's layout need none.
   """
   return plgpu.kernel(
     body,
@@ -90,7 +87,6 @@ def launch(
     compiler_params=plgpu.CompilerParams(  # the default since jax 0.11
       lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
       approx_math=approximate,
-      reduction_scratch_bytes=reduction,
     ),
   )
 

@@ -1,7 +1,7 @@
 """How fast the engine serves.
 
     composer bench engine [--shape NAME] [--checkpoint DIR] [--load FILE]
-                          [--mode MODE] [--json FILE]
+                          [--mode MODE] [--json FILE] [--compare]
 
 Three measurements, of random weights of a shape (`engine_shapes`: the quick
 start's on a CPU, SmolLM2-135M's elsewhere, unless named) or of a checkpoint:
@@ -19,6 +19,8 @@ start's on a CPU, SmolLM2-135M's elsewhere, unless named) or of a checkpoint:
             their prompts, with tools that take their time; not of a shape of which
             only some layers are taken
 
+With --compare instead of these: a decode step in `fast` and in `bitwise`, in turns.
+
 Every line is printed, and the file written, as soon as it is measured.
 """
 
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent import futures
 import dataclasses
 import importlib.util
 import json
@@ -51,7 +54,8 @@ from pallas_kernels import dispatch
 Shape = engine_shapes.Shape
 REPEATS = 3
 MOVED = 1.2  # from which ceilings that are measured again are others
-PAIRS = 20  # of decode steps with and without recording
+PAIRS = 20  # of decode steps with and without recording, or turns of modes
+STEPS = 8  # of decoding in one program
 MODES = ('fast', 'aligned', 'bitwise')
 HEADER = (
   'batch     tokens/s  decode/s  of roofline  prompt/s  of products'
@@ -191,25 +195,8 @@ def measure_recording(shape: Shape, numerics, params, batch: int) -> float:
   now that one, so that what else the machine does meets both. What of recording
   the host does runs beside the device.
   """
-  model, steps, block = shape.model, 8, numerics.kv_block
-  config = engine_config(batch, shape.prompt + shape.new, block, 2 * batch)
-  size = programs.at_least(programs.ahead_sizes(numerics, config), batch)
-  columns = programs.column_sizes(numerics, config)[-1]
-  rows, _, draws, _ = batches.Maker(model, numerics, config).blank(
-    size, columns, True, False
-  )
-  ends = np.full(size, shape.prompt + steps, np.int32)
-
-  def run(params, cache, record):
-    last = jnp.zeros(config.sequences + 1, jnp.int32)
-    sampled, cache, last = programs.ahead.__wrapped__(
-      model, numerics, steps, params, cache, last, rows, ends, draws, None
-    )
-    if not record:
-      sampled = sampled.answer.tokens
-    return sampled, cache, last
-
-  cache = transformer.init_cache(model, numerics, config.pages)
+  run, pages = decoding(shape, numerics, batch)
+  cache = transformer.init_cache(shape.model, numerics, pages)
   run = jax.jit(run, static_argnums=2, donate_argnums=1)
   ratios = []
   for turn in range(PAIRS + 1):
@@ -221,6 +208,86 @@ def measure_recording(shape: Shape, numerics, params, batch: int) -> float:
       took[record] = time.perf_counter() - started
     ratios.append(took[True] / took[False])
   return float(np.median(ratios[1:]))  # the first pair compiles
+
+
+def decoding(shape: Shape, numerics, batch: int):
+  """(`STEPS` decode steps of `batch` rows as a function, pages of its cache).
+
+  Of parameters, cache, and whether logprobs and routes are recorded; the first of
+  what it gives is what was sampled, the second the cache.
+  """
+  model, block = shape.model, numerics.kv_block
+  config = engine_config(batch, shape.prompt + shape.new, block, 2 * batch)
+  size = programs.at_least(programs.ahead_sizes(numerics, config), batch)
+  columns = programs.column_sizes(numerics, config)[-1]
+  rows, _, draws, _ = batches.Maker(model, numerics, config).blank(
+    size, columns, True, False
+  )
+  ends = np.full(size, shape.prompt + STEPS, np.int32)
+  rows, ends, draws = jax.tree.map(jnp.asarray, (rows, ends, draws))
+
+  def run(params, cache, record):
+    last = jnp.zeros(config.sequences + 1, jnp.int32)
+    sampled, cache, last = programs.ahead.__wrapped__(
+      model, numerics, STEPS, params, cache, last, rows, ends, draws, None
+    )
+    if not record:
+      sampled = sampled.answer.tokens
+    return sampled, cache, last
+
+  return run, config.pages
+
+
+def measure_modes(
+  shape: Shape, weights: dict[str, tuple[Any, Any]], say=lambda line: None
+) -> dict[int, dict[str, float]]:
+  """Seconds of a decode step by batch and mode, medians of turns.
+
+  All programs compile at once. Of a batch every mode comes once in each turn, so
+  that what else the machine does meets all.
+
+  Args:
+    shape: model and batches.
+    weights: by mode, (numerics, prepared parameters).
+    say: gets a line for each batch.
+  """
+  made = {}
+  with futures.ThreadPoolExecutor() as pool:
+    for batch in shape.batches:
+      for mode, (numerics, params) in weights.items():
+        run, pages = decoding(shape, numerics, batch)
+        cache = jax.eval_shape(
+          lambda n=numerics, p=pages: transformer.init_cache(shape.model, n, p)
+        )
+        run = jax.jit(lambda p, c, run=run: run(p, c, True), donate_argnums=1)
+        program = pool.submit(run.lower(params, cache).compile)
+        made[batch, mode] = program, pages
+  found: dict[int, dict[str, float]] = {}
+  for batch in shape.batches:
+    caches = {
+      mode: transformer.init_cache(shape.model, n, made[batch, mode][1])
+      for mode, (n, _) in weights.items()
+    }
+    took: dict[str, list[float]] = {mode: [] for mode in weights}
+    for turn in range(PAIRS + 1):
+      for mode in sorted(weights, reverse=bool(turn % 2)):
+        program = made[batch, mode][0].result()
+        started = time.perf_counter()
+        out, caches[mode], _ = program(weights[mode][1], caches[mode])
+        jax.block_until_ready((out, caches[mode]))
+        took[mode].append((time.perf_counter() - started) / STEPS)
+    found[batch] = {mode: float(np.median(t[1:])) for mode, t in took.items()}
+    say(modes_line(batch, found[batch]))
+  return found
+
+
+def modes_line(batch: int, seconds: dict[str, float]) -> str:
+  """Microseconds of each mode, and its rate over that of `fast`."""
+  each = (
+    f'{mode} {s * 1e6:,.0f} us, {seconds["fast"] / s:.2f}'
+    for mode, s in seconds.items()
+  )
+  return f'{batch:5d}  {"; ".join(each)}'
 
 
 def measure_transformers(wanted: Shape, batch: int) -> float | None:
@@ -278,8 +345,17 @@ def run(
   load: str | None = None,
   shape: str | None = None,
   mode: str | None = None,
+  compare: bool = False,
 ) -> int:
   """`composer bench engine`.
+
+  Args:
+    json_path: file to write to as well.
+    checkpoint: folder of a model; None: random weights.
+    load: file of a trace of sessions.
+    shape: name of `engine_shapes`.
+    mode: of the numerics.
+    compare: measure decode steps of modes instead.
 
   Raises:
     ValueError: no such shape, mode, checkpoint or trace.
@@ -296,8 +372,21 @@ def run(
       text = json.dumps(values, indent=2) + '\n'
       pathlib.Path(json_path).write_text(text)
 
-  served, numerics, params = setup(name, where, mode or '')
   device = jax.devices()[0].device_kind
+  if compare:
+    if mode:
+      raise ValueError(
+        f'--mode={mode} and --compare: it measures modes in turns'
+      )
+    weights = {m: setup(name, where, m) for m in ('fast', 'bitwise')}
+    served = weights['fast'][0]
+    _say(
+      f'{served.what}, on {device}: a decode step, and its rate over that of fast'
+    )
+    found = measure_modes(served, {m: w[1:] for m, w in weights.items()}, _say)
+    keep(device=device, model=served.what, jax=jax.__version__, modes=found)
+    return 0
+  served, numerics, params = setup(name, where, mode or '')
   _say(f'{served.what}; {numerics.mode}, {numerics.compute}, on {device}')
   ceilings = engine_roofline.measure(numerics)
   _say(
@@ -308,11 +397,11 @@ def run(
   keep(numerics=dataclasses.asdict(numerics))
   keep(ceilings=dataclasses.asdict(ceilings))
   _say(f'{served.prompt} tokens of a prompt, {served.new} sampled\n{HEADER}')
-  found: list[Batch] = []
+  measured: list[Batch] = []
   for batch in served.batches:
-    found.append(measure_batch(served, numerics, params, batch, ceilings))
-    _say(batch_line(found[-1]))
-    keep(batches=[dataclasses.asdict(b) for b in found])
+    measured.append(measure_batch(served, numerics, params, batch, ceilings))
+    _say(batch_line(measured[-1]))
+    keep(batches=[dataclasses.asdict(b) for b in measured])
   largest = served.batches[-1]
   recording = measure_recording(served, numerics, params, largest)
   _say(f'recording at batch {largest}: {recording - 1:+.1%} of a step')
@@ -325,7 +414,7 @@ def run(
     _say(engine_load.table(trace, sessions))
     keep(sessions=dataclasses.asdict(sessions))
   again = engine_roofline.measure(numerics)
-  doubt = doubtful(found, ceilings, again)
+  doubt = doubtful(measured, ceilings, again)
   if doubt:
     _say(doubt)
   keep(ceilings_again=dataclasses.asdict(again), doubt=doubt)

@@ -82,7 +82,7 @@ def attention(
   if chosen.startswith('gpu') and tiles is None:
     from pallas_kernels.attention import gpu
 
-    tiles = gpu.tuned(q.shape[-1], width, block, v is None, t, split)
+    tiles = gpu.tuned(q.shape[-1], width, block, v is None, t)
   pad = -t % block
   if pad:
     grow = lambda x: jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731

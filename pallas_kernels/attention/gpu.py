@@ -90,12 +90,7 @@ def forward(
   items = work_lib.packed_items(
     starts, ends, ROWS * work.units, block, h, g, work.split
   )
-  if work.tiles.grid:
-    heads = work_lib.lasting(t, key, 0 if v is None else width)
-    items = work_lib.head_by_head(items, heads * h // g)
-    work = dataclasses.replace(work, sms=items.shape[0])
-  else:
-    items = work_lib.longest_first(items, work.sms)
+  items = work_lib.longest_first(items, work.sms)
   pages = lambda x: x.reshape(t // block, block, *x.shape[1:])  # noqa: E731
   out, log, *_ = gpu_kernel.run(
     work,
@@ -111,16 +106,12 @@ def forward(
   return out, log.T[:t]
 
 
-def tuned(
-  key: int, width: int, block: int, shared: bool, length: int, split: int
-) -> Tiles:
+def tuned(key: int, width: int, block: int, shared: bool, length: int) -> Tiles:
   """`fitting`, but for what the tunings of the device say of such shapes."""
   tiles = fitting(key, width, block, shared, False, length)
   kind = 'long' if length >= gpu_tiles.LONG else 'short'
   name = f'forward {key} {width} {block} {kind}'
   more = dispatch.tuning('attention').get(name, {})
-  if length > split > 0:  # blocks of threads stay, and merge
-    more = more | dict(grid=False, late=False)
   return dataclasses.replace(tiles, **more)
 
 
@@ -182,14 +173,6 @@ def plan(
   if shared and tiles.consumers != 2:
     raise ValueError(
       f'{tiles}: where values are part of the keys there must be 2 consumers'
-    )
-  cut = paged or (long and split > 0)
-  if (shared and (tiles.named or tiles.late)) or (
-    cut and tiles.grid | tiles.late
-  ):
-    raise ValueError(
-      f'{tiles}: named and late are for values apart from the keys, grid and'
-      ' late for packed attention without splits'
     )
   return Work(
     tiles,

@@ -24,7 +24,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
 from pallas_kernels import mosaic
 from pallas_kernels.attention import gpu_kernel
 from pallas_kernels.attention import work as work_lib
@@ -41,16 +40,11 @@ class Tiles:
     block: rows of a block that is walked over, 64 or 32.
     stages: such blocks in shared memory.
     consumers: warpgroups that compute, of 64 rows each of what stays.
-    behind: whether dq's product of a block is made during the scores of the
-      next; in the pass of queries.
-    grid: whether a block of threads takes one item; see `gpu_tiles.Tiles`.
   """
 
   block: int = 64
   stages: int = 2
   consumers: int = 2
-  behind: bool = False
-  grid: bool = False
 
   def __post_init__(self):
     if self.block not in (32, 64) or self.stages < 2:
@@ -111,10 +105,8 @@ def backward(
   t, h, key = q.shape
   g, width = k.shape[1], v.shape[-1]
   sms = 2 if interpret else mosaic.cores()
-  more = dispatch.tuning('attention').get(f'gradient {key} {width}', {})
-  change = lambda tiles: dataclasses.replace(tiles, **more)  # noqa: E731
-  query_tiles = query_tiles or change(fitting(key, width, key))
-  key_tiles = key_tiles or change(fitting(key, width, key + width))
+  query_tiles = query_tiles or fitting(key, width, key)
+  key_tiles = key_tiles or fitting(key, width, key + width)
   high = -(-t // 128) * 128  # rows of tiles, whatever the tiles
   logs, dots = (
     jnp.pad(x.astype(jnp.float32).T, ((0, 0), (0, high - t)))
@@ -124,10 +116,10 @@ def backward(
   ends = jnp.pad(ends, (0, high - t), constant_values=-1)
   work = Work(query_tiles, key, width, scale, h // g, sms, interpret)
   items = work_lib.packed_items(starts, ends, work.rows, work.tiles.block, h, g)
-  heads = work_lib.lasting(t, key, width)
   dq = _launch(
     _query_body,
-    *_ordered(work, items, heads * work.share),
+    work,
+    work_lib.longest_first(items, sms),
     (starts, ends, q, k, v, dout, logs, dots),
     (jax.ShapeDtypeStruct(q.shape, q.dtype),),
     logs=False,
@@ -136,7 +128,8 @@ def backward(
   items = work_lib.key_items(starts, ends, work.rows, work.tiles.block, g)
   dk, dv = _launch(
     _key_body,
-    *_ordered(work, items, heads),
+    work,
+    work_lib.longest_first(items, sms),
     (starts, ends, q, k, v, dout, logs, dots),
     (
       jax.ShapeDtypeStruct(k.shape, k.dtype),
@@ -145,14 +138,6 @@ def backward(
     logs=True,
   )
   return dq, dk, dv
-
-
-def _ordered(work: Work, items: jax.Array, heads: int):
-  """(work, items); `heads` are together where blocks take an item each."""
-  if not work.tiles.grid:
-    return work, work_lib.longest_first(items, work.sms)
-  work = dataclasses.replace(work, sms=items.shape[0])
-  return work, work_lib.head_by_head(items, heads)
 
 
 # --- What `gpu_absorbed` has too ----------------------------------------------
@@ -351,20 +336,8 @@ def _query_item(r: _Refs, rows, head, cut, step, work: Work):
   dots = mosaic.load(r.dots.at[head, rows], by_row)
   across = lambda x: lax.broadcast_in_dim(x, shape, [0])  # noqa: E731
 
-  behind = work.tiles.behind
-
   def loop(sums, totals):
-    def product(totals, ds, j):
-      """Starts adding ds k of block j."""
-      k = r.buffers[2].at[_stage(step + j - first, work)]
-      return add(sums, totals, 0, ds, k)
-
-    def release(j):
-      wait(sums)
-      plgpu.barrier_arrive(r.walk[1].at[_stage(step + j - first, work)])
-
-    def pair(j, carry, masked, late=behind):
-      totals, before = carry
+    def pair(j, totals, masked):
       stage = _stage(step + j - first, work)
       k, v = r.buffers[2].at[stage], r.buffers[3].at[stage]
       plgpu.barrier_wait(r.walk[0].at[stage])
@@ -372,9 +345,7 @@ def _query_item(r: _Refs, rows, head, cut, step, work: Work):
       def products(s, dp):
         plgpu.wgmma(s, r.buffers[0].at[wg], k.transpose((1, 0)))
         plgpu.wgmma(dp, r.buffers[1].at[wg], v.transpose((1, 0)))
-        if late and not work.interpret:
-          product(totals, before, j - 1)
-        scores = plgpu.wgmma_accumulator_load(s, wait_n=1 + late)
+        scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
         if masked:
           place = j * work.tiles.block + plgpu.broadcasted_iota(
             jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA
@@ -384,36 +355,19 @@ def _query_item(r: _Refs, rows, head, cut, step, work: Work):
           )
           scores = jnp.where((place >= low) & (place <= high), scores, -jnp.inf)
         p = jnp.exp2(scores * (work.scale * LOG2E) - across(log))
-        dp = plgpu.wgmma_accumulator_load(dp, wait_n=int(late))
-        return p * (dp - across(dots)) * work.scale
+        return p * (dp[...] - across(dots)) * work.scale
 
       acc = plgpu.ACC(shape, jnp.float32)
-      ds = pl.run_scoped(products, acc, acc)
-      if behind:
-        if late and work.interpret:
-          totals = product(totals, before, j - 1)
-        if late:
-          release(j - 1)
-        # What a product in registers is made of must not change while one runs.
-        return totals, ds.astype(r.q.dtype)
-      totals = product(totals, ds.astype(r.q.dtype), j)
-      release(j)
-      return totals, before
+      ds = pl.run_scoped(products, acc, acc).astype(r.q.dtype)
+      totals = add(sums, totals, 0, ds, k)
+      wait(sums)
+      plgpu.barrier_arrive(r.walk[1].at[stage])
+      return totals
 
-    carry, start, cut = (totals, ()), first, middle
-    if behind:
-      nothing = jnp.zeros(shape, r.q.dtype)
-      carry = totals, plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
-      carry = pair(first, carry, True, late=False)
-      start, cut = first + 1, jnp.maximum(middle, first + 1)
-    for low, high, masked in ((start, middle, False), (cut, end, True)):
-      carry = lax.fori_loop(
-        low, high, mosaic.partial(pair, masked=masked), carry
+    for low, high, masked in ((first, middle, False), (middle, end, True)):
+      totals = lax.fori_loop(
+        low, high, mosaic.partial(pair, masked=masked), totals
       )
-    if not behind:
-      return carry[0]
-    totals = product(*carry, end - 1)
-    release(end - 1)
     return totals
 
   return summed(loop, (work.key,), work.interpret)[0]

@@ -30,7 +30,6 @@ import jax.numpy as jnp
 from pallas_kernels import mosaic
 from pallas_kernels.attention import gpu_splits
 from pallas_kernels.attention import gpu_tiles
-from pallas_kernels.attention import gpu_waits
 
 ROWS = gpu_tiles.ROWS
 LOWEST = -1e30  # where the maximum starts; finite, so that no inf - inf arises
@@ -85,7 +84,6 @@ def run(
     warpgroups=work.tiles.consumers + 1,
     interpret=work.interpret,
     approximate=True,
-    reduction=0 if work.tiles.grid else 2048,  # a stage more has room then
   )(*arrays)
 
 
@@ -124,9 +122,7 @@ def _scratch(work: Work, dtype) -> list[Any]:
     pair(queries, t.slots),
     pair(work.parts + more, t.stages),
     pair(1, t.stages),
-    plgpu.Barrier(num_arrivals=1, num_barriers=2)
-    if t.named
-    else plgpu.Barrier(num_arrivals=t.consumers),
+    plgpu.Barrier(num_arrivals=t.consumers),
   ]
 
 
@@ -224,9 +220,9 @@ def _produce(r: _Refs, item, trips, work: Work):
   for slot in range(t.slots):
     plgpu.barrier_wait(r.queries[1].at[slot])
   for stage in range(t.stages):
-    _claim(r, stage, work)
+    plgpu.barrier_wait(r.keys[1].at[stage])
     if not work.shared:
-      _claim(r, stage, work, values=True)
+      plgpu.barrier_wait(r.values[1].at[stage])
 
 
 def _where_some(first, end, work: Work):
@@ -269,7 +265,7 @@ def _pieces(row, head, work: Work):
 
 
 def _load_block(r: _Refs, page, head, stage, work: Work):
-  _claim(r, stage, work)
+  plgpu.barrier_wait(r.keys[1].at[stage])
   full = r.keys[0].at[stage]
   for part in range(work.parts):
     columns = pl.ds(part * work.columns, work.columns)
@@ -282,33 +278,13 @@ def _load_block(r: _Refs, page, head, stage, work: Work):
       r.k.at[page, :, head, columns], r.buffers[3].at[stage], full
     )
   if not work.shared:
-    _claim(r, stage, work, values=True)
+    plgpu.barrier_wait(r.values[1].at[stage])
     plgpu.copy_gmem_to_smem(
       r.v.at[page, :, head], r.buffers[-1].at[stage], r.values[0].at[stage]
     )
 
 
-def _claim(r: _Refs, stage, work: Work, values: bool = False) -> None:
-  """The producer waits until a stage's keys or values have been used."""
-  t = work.tiles
-  if t.named and not work.interpret:
-    place = gpu_waits.used(stage, t.stages, values)
-    gpu_waits.wait(jnp.int32(place), t.consumers + 1)
-  else:
-    plgpu.barrier_wait((r.values if values else r.keys)[1].at[stage])
-
-
 # --- The consumers -----------------------------------------------------------
-
-
-def _release(r: _Refs, stage, work: Work, values: bool = False) -> None:
-  """A consumer has used a stage's keys or values."""
-  t = work.tiles
-  if t.named and not work.interpret:
-    place = gpu_waits.used(stage, t.stages, values)
-    gpu_waits.arrive(jnp.int32(place), t.consumers + 1)
-  else:
-    plgpu.barrier_arrive((r.values if values else r.keys)[1].at[stage])
 
 
 def _consume(r: _Refs, item, trips, work: Work):
@@ -318,15 +294,15 @@ def _consume(r: _Refs, item, trips, work: Work):
   for slot in range(t.slots):
     plgpu.barrier_arrive(r.queries[1].at[slot])
   for stage in range(t.stages):
-    _release(r, stage, work)
+    plgpu.barrier_arrive(r.keys[1].at[stage])
     if not work.shared:
-      _release(r, stage, work, values=True)
+      plgpu.barrier_arrive(r.values[1].at[stage])
   # The second consumer is half a step behind the first: through all items, or
   # where there is only room for the queries of one, through each of them.
   behind = 'all' if turns and t.slots > 1 else 'each' if turns else ''
   later, sooner = wg == 1, wg == 0
   if behind == 'all':
-    pl.when(later)(lambda: _await(r, work))
+    pl.when(later)(lambda: _turn(r))
 
   def one_item(trip, carry):
     step, done = carry
@@ -344,7 +320,7 @@ def _consume(r: _Refs, item, trips, work: Work):
     last = lax.rem(jnp.maximum(done - 1, 0), jnp.int32(2))
     pl.when(done > 0)(lambda: plgpu.barrier_arrive(r.queries[1].at[last]))
   if behind == 'all':
-    pl.when(sooner)(lambda: _let(r, work))
+    pl.when(sooner)(lambda: _turn(r))
 
 
 def _consume_item(r: _Refs, item, step, done, behind: str, work: Work):
@@ -354,30 +330,28 @@ def _consume_item(r: _Refs, item, step, done, behind: str, work: Work):
   wg = lax.axis_index('wg')
   unit = 0 if work.shared else wg
   slot = lax.rem(done, jnp.int32(t.slots))
-  by_row = plgpu.Layout.WGMMA.reduce(1)
-  here = pl.ds(pl.multiple_of(bounds + unit * ROWS, ROWS), ROWS)
-  load = lambda: tuple(mosaic.load(x.at[here], by_row) for x in (r.low, r.high))  # noqa: E731
-  # Of a new block of threads they come while it waits for its queries.
-  early = load() if t.grid else None
   plgpu.barrier_wait(r.queries[0].at[slot])
   if t.slots > 1:
     # The output of the item before has left its slot by now.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     pl.when(done > 0)(lambda: plgpu.barrier_arrive(r.queries[1].at[1 - slot]))
+  by_row = plgpu.Layout.WGMMA.reduce(1)
+  here = pl.ds(pl.multiple_of(bounds + unit * ROWS, ROWS), ROWS)
 
   def sees(masked):
     if not masked:
       return None
-    return early or load()
+    loads = (mosaic.load(x.at[here], by_row) for x in (r.low, r.high))
+    return tuple(loads)
 
   if behind == 'each':
-    pl.when(wg == 1)(lambda: _await(r, work))
+    pl.when(wg == 1)(lambda: _turn(r))
   run = _overlapped if t.overlap and not work.shared else _plain
   turns = t.turns and work.units == 2
 
   def finish(carry):
     if behind == 'each':
-      pl.when(wg == 0)(lambda: _let(r, work))
+      pl.when(wg == 0)(lambda: _turn(r))
     if work.apart:
       _write_sums(r, splits, unit, carry, work)
     else:
@@ -426,28 +400,6 @@ def _merge_splits(r: _Refs, part, cut, splits, finish, work: Work):
     return top, total
 
   lax.fori_loop(0, splits, one, start(work.columns)[1:])
-
-
-def _let(r: _Refs, work: Work):
-  """Lets the other consumer on, into the tensor core."""
-  wg = lax.axis_index('wg')
-  if not work.tiles.named:
-    _turn(r)
-  elif work.interpret:
-    plgpu.barrier_arrive(r.turn.at[1 - wg])
-  else:
-    gpu_waits.arrive(gpu_waits.turn(1 - wg), 2)
-
-
-def _await(r: _Refs, work: Work):
-  """Waits until the other lets this consumer on."""
-  wg = lax.axis_index('wg')
-  if not work.tiles.named:
-    _turn(r)
-  elif work.interpret:
-    plgpu.barrier_wait(r.turn.at[wg])
-  else:
-    gpu_waits.wait(gpu_waits.turn(wg), 2)
 
 
 def _turn(r: _Refs):
@@ -504,62 +456,40 @@ def _plain(r: _Refs, step, slot, cut, sees, turns, work: Work):
   first, middle, end = cut
   shape = ROWS, work.block
   wg = lax.axis_index('wg')
-  named, late = work.tiles.named, work.tiles.late
-
-  def stage_of(j):
-    return lax.rem(step + j - first, jnp.int32(work.tiles.stages))
 
   def merge(j, carry, masked):
-    out, top, before = carry
-    stage = stage_of(j)
-    if not late:
-      plgpu.barrier_wait(r.keys[0].at[stage])
+    out, top, total = carry
+    stage = lax.rem(step + j - first, jnp.int32(work.tiles.stages))
+    plgpu.barrier_wait(r.keys[0].at[stage])
 
     def scores(s):
       _scores(r, s, slot, stage, work)
       if turns:
-        _let(r, work)
+        _turn(r)
       return s[...]
 
     s = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32))
     if not work.shared:
-      _release(r, stage, work)
-    p, top, total, decay = softmax(s, top, before, j, sees(masked), work)
+      plgpu.barrier_arrive(r.keys[1].at[stage])
+    p, top, total, decay = softmax(s, top, total, j, sees(masked), work)
     out = out * across(decay, out.shape)
     small = p.astype(r.q.dtype)
-    if late:
-      out, top, small = lax.optimization_barrier((out, top, small))
-    elif turns:
+    if turns:
       out, total, top, small = lax.optimization_barrier(
         (out, total, top, small)
       )
-    if turns and not named:
       plgpu.barrier_arrive(r.turn)
     if not work.shared:
       plgpu.barrier_wait(r.values[0].at[stage])
-    if turns and named:
-      _await(r, work)
-    elif turns:
+    if turns:
       plgpu.barrier_wait(r.turn)
     shared = r.buffers[1].at[stage, wg] if work.shared else None
     values = shared if work.shared else r.buffers[-1].at[stage]
-
-    def meanwhile():
-      @pl.when(j + 1 < end)
-      def _():
-        plgpu.barrier_wait(r.keys[0].at[stage_of(j + 1)])
-
-      return before * decay + p.sum(axis=1)
-
-    if late:
-      out, total = beside(out, small, values, before, meanwhile, work.interpret)
-    else:
-      out = accumulate(out, small, values, work.interpret)
-    _release(r, stage, work, values=not work.shared)
+    out = accumulate(out, small, values, work.interpret)
+    done = r.keys if work.shared else r.values
+    plgpu.barrier_arrive(done[1].at[stage])
     return out, top, total
 
-  if late:
-    plgpu.barrier_wait(r.keys[0].at[stage_of(first)])
   carry = start(work.columns)
   carry = lax.fori_loop(
     first, middle, mosaic.partial(merge, masked=False), carry
@@ -594,13 +524,13 @@ def _overlapped(r: _Refs, step, slot, cut, sees, turns, work: Work):
         if behind and not work.interpret:
           values(out, small, j - 1)
         if turns:
-          _let(r, work)
+          _turn(r)
         return plgpu.wgmma_accumulator_load(s, wait_n=1 if behind else 0)
 
       s = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32))
       if behind and work.interpret:
         out = values(out, small, j - 1)
-      _release(r, stage, work)
+      plgpu.barrier_arrive(r.keys[1].at[stage])
       p, top, total, decay = softmax(s, top, total, j, sees(masked), work)
       if behind:
         if work.interpret:
@@ -609,11 +539,11 @@ def _overlapped(r: _Refs, step, slot, cut, sees, turns, work: Work):
           scaled = sums[...]
           sums[...] = scaled * across(decay, scaled.shape)
         before = lax.rem(step + j - 1 - first, stages)
-        _release(r, before, work, values=True)
+        plgpu.barrier_arrive(r.values[1].at[before])
       small = p.astype(r.q.dtype)
       if turns:
         total, top, small = lax.optimization_barrier((total, top, small))
-        _await(r, work)
+        _turn(r)
       return out, top, total, small
 
     begin = start(work.columns)
@@ -631,8 +561,9 @@ def _overlapped(r: _Refs, step, slot, cut, sees, turns, work: Work):
     )
     out = values(carry[0], carry[3], end - 1)
     out = out if work.interpret else sums[...]
-    last = lax.rem(step + end - 1 - first, stages)
-    _release(r, last, work, values=True)
+    plgpu.barrier_arrive(
+      r.values[1].at[lax.rem(step + end - 1 - first, stages)]
+    )
     return out, carry[1], carry[2]
 
   if work.interpret:
@@ -649,19 +580,6 @@ def accumulate(total, left, right, interpret: bool) -> jax.Array:
     plgpu.wgmma(sums, left, right)
 
   return pl.run_state(multiply)(plgpu.ACC.init(total))
-
-
-def beside(total, left, right, row, meanwhile, interpret: bool):
-  """`accumulate`, and a new `row` of what is computed while it multiplies."""
-  if interpret:
-    return accumulate(total, left, right, True), meanwhile()
-
-  def multiply(refs):
-    sums, row = refs
-    plgpu.wgmma(sums, left, right)
-    row[...] = meanwhile()
-
-  return pl.run_state(multiply)((plgpu.ACC.init(total), row))
 
 
 def _finish(r: _Refs, row, head, slot, carry, work: Work):

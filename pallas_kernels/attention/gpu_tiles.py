@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention import gpu_waits
 
 ROWS = 64  # of a consumer: what one instruction of the tensor core takes
 LONG = 8192  # tokens
@@ -23,15 +22,6 @@ class Tiles:
     turns: whether two consumers take turns in the tensor core.
     overlap: whether a consumer multiplies a block's values while it is in the
       softmax of the next; not in the absorbed form.
-    grid: whether a block of threads takes one item and ends, and the hardware
-      deals items out; those of a few heads, whose keys and values stay in the
-      L2 cache, come together. Without it as many blocks as multiprocessors
-      stay, and take items of all heads by length. Packed only, without splits.
-    named: whether consumers wait for each other, and the producer for them, at
-      the named barriers of the hardware. One consumer then lets the other on
-      without waiting itself. Not in the absorbed form.
-    late: whether weights are summed while values are multiplied, and the next
-      keys waited for; where values do not overlap the next softmax.
   """
 
   consumers: int = 2
@@ -39,9 +29,6 @@ class Tiles:
   slots: int = 1
   turns: bool = True
   overlap: bool = False
-  grid: bool = False
-  named: bool = False
-  late: bool = False
 
   def __post_init__(self):
     if self.consumers not in (1, 2) or self.stages < 2:
@@ -51,12 +38,6 @@ class Tiles:
       )
     if self.slots not in (1, 2):
       raise ValueError(f'slots={self.slots}; give 1 or 2')
-    if self.named and self.stages > gpu_waits.STAGES:
-      raise ValueError(
-        f'stages={self.stages}: named barriers are for {gpu_waits.STAGES}'
-      )
-    if self.late and self.overlap:
-      raise ValueError('late and overlap exclude each other')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 COLUMNS = 9
-LASTING = 16 * 2**20  # bytes
 
 
 def blocks(
@@ -135,21 +134,6 @@ def key_items(
     for x in columns
   ]
   return jnp.stack(spread, axis=-1).reshape(-1, len(columns))
-
-
-def lasting(tokens: int, key: int, width: int) -> int:
-  """Heads of so many tokens whose keys and values stay in the L2 cache.
-
-  It has 50 MB, and queries and results pass too.
-  """
-  return max(1, LASTING // (2 * tokens * (key + width)))
-
-
-def head_by_head(items: jax.Array, heads: int) -> jax.Array:
-  """Items of so many heads together, the longest first, then of the next."""
-  first, end = (5, 7) if items.shape[1] == COLUMNS else (2, 3)
-  length = items[:, end] - items[:, first]
-  return items[jnp.lexsort((-length, items[:, 1] // heads))]
 
 
 def longest_first(items: jax.Array, sms: int) -> jax.Array:

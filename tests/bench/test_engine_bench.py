@@ -177,6 +177,43 @@ def test_an_engine_is_measured():
   assert found.roofline > 0 and found.products > 0 and found.prompt_per_s > 0
 
 
+@pytest.fixture
+def small(monkeypatch):
+  """The command on a tiny model, few turns and ceilings that are given."""
+  shape = engine_shapes.Shape(presets.TINY, 'tiny', (2,), prompt=6, new=12)
+  monkeypatch.setitem(engine_shapes.SHAPES, 'quickstart', shape)
+  trace = engine_load.draw(
+    1, 2, turns=2, system=8, task=4, observation=4, new=4, pause=0.01
+  )
+  monkeypatch.setattr(engine_load, 'DEFAULT', trace)
+  monkeypatch.setattr(bench, 'PAIRS', 2)
+  monkeypatch.setattr(bench, 'REPEATS', 1)
+  monkeypatch.setattr(engine_roofline, 'measure', lambda numerics: CEILINGS)
+
+
+def test_the_whole_command(small, tmp_path, capsys):
+  """Every part of it runs, is printed, and stands in the file."""
+  path = tmp_path / 'engine.json'
+  assert bench.run(path) == 0
+  found = json.loads(path.read_text())
+  assert [one['batch'] for one in found['batches']] == [2]
+  assert found['recording'] > 0 and found['sessions']['sampled_per_s'] > 0
+  assert 'recording at batch 2' in capsys.readouterr().out
+
+
+def test_modes_are_compared(small, tmp_path, capsys):
+  path = tmp_path / 'modes.json'
+  assert bench.run(path, compare=True) == 0
+  found = json.loads(path.read_text())['modes']
+  assert set(found) == {'2'}
+  assert all(0 < s for modes in found.values() for s in modes.values())
+  lines = capsys.readouterr().out.splitlines()
+  fast, bitwise = found['2']['fast'], found['2']['bitwise']
+  assert lines[-1].split()[-1] == f'{fast / bitwise:.2f}'
+  with pytest.raises(ValueError, match='modes in turns'):
+    bench.run(mode='fast', compare=True)
+
+
 def test_a_bad_choice_is_refused():
   with pytest.raises(ValueError, match='--mode=quick.*bitwise'):
     bench.run(mode='quick')

@@ -252,43 +252,21 @@ def test_bits_do_not_depend_on_tiles():
       gpu.Tiles(overlap=True),
       gpu.Tiles(stages=3, slots=2, turns=False, overlap=True),
       gpu.Tiles(consumers=1, slots=2, turns=False),
-      gpu.Tiles(grid=True, named=True, late=True),
-      gpu.Tiles(stages=3, slots=2, overlap=True, named=True),
     )
   ]
   for other in found[1:]:
     np.testing.assert_array_equal(other, found[0])
 
 
-@needs_interpreter
-def test_bits_of_gradients_do_not_depend_on_tiles():
-  q, k, v = (x[0] for x in draw(128, (1, 1, 64, 64)))
-  bounds = ops.bounds(segments(128, 70, 33))
-  log = jnp.full(q.shape[:2], 2.0)
-  rest = *bounds, log, jnp.zeros(q.shape[:2]), q[..., : v.shape[-1]]
-  first, second = (
-    gpu_gradients.backward(
-      *(q, k, v, *rest),
-      scale=0.1,
-      query_tiles=gpu_gradients.Tiles(behind=way, grid=way),
-      key_tiles=gpu_gradients.Tiles(grid=way),
-      interpret=True,
-    )
-    for way in (False, True)
-  )
-  for one, other in zip(first, second, strict=True):
-    np.testing.assert_array_equal(bits(one), bits(other))
-
-
 def test_tiles_of_tunings(monkeypatch):
-  """By shape, block and length; merging splits is for blocks that stay."""
-  found = {'forward 192 128 128 long': dict(overlap=False, grid=True)}
+  """By shape, block and length."""
+  found = {'forward 192 128 128 long': dict(overlap=False, turns=True)}
   monkeypatch.setattr(dispatch, 'tuning', lambda operation: found)
   plain = gpu.fitting(192, 128, 128, False, False, 8192)
-  tuned = gpu.tuned(192, 128, 128, False, 8192, 0)
-  assert tuned == dataclasses.replace(plain, overlap=False, grid=True)
-  assert not gpu.tuned(192, 128, 128, False, 8192, 1024).grid
-  assert gpu.tuned(192, 128, 64, False, 8192, 0).overlap
+  tuned = gpu.tuned(192, 128, 128, False, 8192)
+  assert tuned == dataclasses.replace(plain, overlap=False, turns=True)
+  assert gpu.tuned(192, 128, 128, False, 4096).overlap
+  assert gpu.tuned(192, 128, 64, False, 8192).overlap
 
 
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=8)
@@ -436,12 +414,6 @@ def test_memory_of_absorbed_gradients_is_bounded():
 
 def test_lowers_without_overlap():
   assert 'mosaic_gpu' in lowered(shapes.TRAINING[0], gpu.Tiles())
-
-
-def test_lowers_with_named_barriers():
-  """A block of threads for an item; the hardware's own barriers."""
-  tiles = gpu.Tiles(grid=True, named=True, late=True)
-  assert 'mosaic_gpu' in lowered(shapes.TRAINING[3], tiles)
 
 
 def test_nothing():

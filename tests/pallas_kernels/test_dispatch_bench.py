@@ -16,7 +16,6 @@ from pallas_kernels import bench_time
 from pallas_kernels import dispatch
 from pallas_kernels import grouped_matmul
 from pallas_kernels import mosaic
-from pallas_kernels.attention import gpu_gradients
 from pallas_kernels.attention import gpu_tiles
 from pallas_kernels.grouped_matmul import gpu
 from pallas_kernels.grouped_matmul import gpu_few
@@ -67,7 +66,7 @@ def _check_tuning(name, key, values):
   elif name == 'token_logprob':
     assert kind == 'scored' and rest[0] in ('few', 'whole')
     cut = gpu_scored.cut_for(64 if rest[0] == 'few' else 128, *sizes)
-    gpu_scored._launch(cut, (128, *sizes, 4096), jnp.bfloat16, True)
+    gpu_scored._launch(cut, (128, *sizes, 4096), jnp.bfloat16, False)
   elif kind == 'few':
     few = gpu_few.Few(**values)
     assert few and len(sizes) == 2
@@ -77,10 +76,9 @@ def _check_tuning(name, key, values):
     )
     assert kind in ('rows', 'weights')
   elif name == 'attention':
-    width = sizes[1]
-    assert kind in ('forward', 'gradient') and width
-    of = gpu_tiles.Tiles if kind == 'forward' else gpu_gradients.Tiles
-    of(**values)
+    assert kind == 'forward' and len(sizes) == 3
+    assert rest[-1] in ('long', 'short')
+    gpu_tiles.Tiles(**values)
   else:
     assert (name, key) in {
       ('paged_attention', 'decode'),
@@ -107,7 +105,7 @@ def test_tuned_sizes_lower_gated_as_well(monkeypatch, rows):
   table = json.loads((dispatch.TUNINGS / 'h100.json').read_text())
   monkeypatch.setattr(dispatch, 'tuning', lambda name: table[name])
   some = lambda *size: jax.ShapeDtypeStruct(size, jnp.bfloat16)  # noqa: E731
-  sizes = {tuple(map(int, key.split()[2:])) for key in table['grouped_matmul']}
+  sizes = {tuple(map(int, key.split()[-2:])) for key in table['grouped_matmul']}
   for k, n in sizes:
     text = mosaic.lower(
       functools.partial(grouped_matmul.grouped_matmul, gated=True),
