@@ -27,7 +27,7 @@ Every line is printed, and the file written, as soon as it is measured.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 import dataclasses
 import importlib.util
@@ -210,7 +210,9 @@ def measure_recording(shape: Shape, numerics, params, batch: int) -> float:
   return float(np.median(ratios[1:]))  # the first pair compiles
 
 
-def decoding(shape: Shape, numerics, batch: int):
+def decoding(
+  shape: Shape, numerics, batch: int
+) -> tuple[Callable[..., Any], int]:
   """(`STEPS` decode steps of `batch` rows as a function, pages of its cache).
 
   Of parameters, cache, and whether logprobs and routes are recorded; the first of
@@ -239,7 +241,9 @@ def decoding(shape: Shape, numerics, batch: int):
 
 
 def measure_modes(
-  shape: Shape, weights: dict[str, tuple[Any, Any]], say=lambda line: None
+  shape: Shape,
+  weights: dict[str, tuple[Any, Any]],
+  say: Callable[[str], None] = lambda line: None,
 ) -> dict[int, dict[str, float]]:
   """Seconds of a decode step by batch and mode, medians of turns.
 
@@ -251,6 +255,29 @@ def measure_modes(
     weights: by mode, (numerics, prepared parameters).
     say: gets a line for each batch.
   """
+  compiled = _compiled(shape, weights)
+  found: dict[int, dict[str, float]] = {}
+  for batch in shape.batches:
+    caches = {
+      mode: transformer.init_cache(shape.model, n, compiled[batch, mode][1])
+      for mode, (n, _) in weights.items()
+    }
+    took: dict[str, list[float]] = {mode: [] for mode in weights}
+    for turn in range(PAIRS + 1):
+      for mode in sorted(weights, reverse=bool(turn % 2)):
+        program, params = compiled[batch, mode][0], weights[mode][1]
+        started = time.perf_counter()
+        out, caches[mode], _ = program(params, caches[mode])
+        jax.block_until_ready((out, caches[mode]))
+        took[mode].append((time.perf_counter() - started) / STEPS)
+    # The first turn finds nothing in any cache.
+    found[batch] = {mode: float(np.median(t[1:])) for mode, t in took.items()}
+    say(modes_line(batch, found[batch]))
+  return found
+
+
+def _compiled(shape: Shape, weights) -> dict[tuple[int, str], tuple[Any, int]]:
+  """By batch and mode `decoding`, compiled, and the pages of its cache."""
   made = {}
   with futures.ThreadPoolExecutor() as pool:
     for batch in shape.batches:
@@ -262,23 +289,9 @@ def measure_modes(
         run = jax.jit(lambda p, c, run=run: run(p, c, True), donate_argnums=1)
         program = pool.submit(run.lower(params, cache).compile)
         made[batch, mode] = program, pages
-  found: dict[int, dict[str, float]] = {}
-  for batch in shape.batches:
-    caches = {
-      mode: transformer.init_cache(shape.model, n, made[batch, mode][1])
-      for mode, (n, _) in weights.items()
-    }
-    took: dict[str, list[float]] = {mode: [] for mode in weights}
-    for turn in range(PAIRS + 1):
-      for mode in sorted(weights, reverse=bool(turn % 2)):
-        program = made[batch, mode][0].result()
-        started = time.perf_counter()
-        out, caches[mode], _ = program(weights[mode][1], caches[mode])
-        jax.block_until_ready((out, caches[mode]))
-        took[mode].append((time.perf_counter() - started) / STEPS)
-    found[batch] = {mode: float(np.median(t[1:])) for mode, t in took.items()}
-    say(modes_line(batch, found[batch]))
-  return found
+  return {
+    which: (program.result(), pages) for which, (program, pages) in made.items()
+  }
 
 
 def modes_line(batch: int, seconds: dict[str, float]) -> str:
