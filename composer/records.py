@@ -336,6 +336,9 @@ class Completion:
     top_ids, top_logprobs: int32 and float32 [S, N], where the request asked:
       the N likeliest of each token's distribution, likeliest first, and their
       logprobs under it; -inf where it had fewer.
+    cached: of the P tokens of context, those that the prefix cache held when the
+      request first started; 0 where a sampler does not tell. How it was served,
+      and not what was answered: equal answers may differ in it.
   """
 
   tokens: np.ndarray
@@ -348,6 +351,7 @@ class Completion:
   kept_offsets: np.ndarray | None = None
   top_ids: np.ndarray | None = None
   top_logprobs: np.ndarray | None = None
+  cached: int = dataclasses.field(default=0, compare=False)
 
 
 class Sampler(Protocol):

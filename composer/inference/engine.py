@@ -477,7 +477,8 @@ class Engine:
     sequence.key = keys[len(found) - 1] if found else None
     self._running.append(sequence)
     first = not sequence.started
-    sequence.started = True
+    if first:
+      sequence.started, sequence.cached = True, reused
     self._pace.start()
     self._count(reused=reused, requests=int(first))
 

@@ -62,6 +62,7 @@ class Sequence:
     self.keys: list = []  # of `keys_of`: (version, length)
     self.keys_of: tuple[int, int] | None = None
     self.slot = -1  # of the running ones
+    self.cached = 0  # tokens of the prompt that were found at its first start
     self.started, self.live = False, True
     self.stop_reason = ''
     self.cuts = cuts(request)
@@ -244,6 +245,7 @@ def completion(sequence: Sequence) -> records.Completion:
     stop_reason=sequence.stop_reason,
     **(ragged(kept) if keeps else {}),
     **_told(sequence, slice(None)),
+    cached=sequence.cached,
   )
 
 

@@ -530,17 +530,12 @@ async def _whole(
   def worded() -> str:
     told = [shape(server.tokenizer, x, wanted) for x in choices]
     word = 'chat.completion' if chatting else 'text_completion'
-    usage = _usage(job, choices)
+    usage = server_shapes.usage(choices, wanted.n)
     body = {**_outer(server, job, word), 'choices': told, 'usage': usage}
     return json.dumps(body, ensure_ascii=False)
 
   # Routes may be a hundred megabytes.
   return choices, await _aside(wanted.experts or wanted.top > 0, worded)
-
-
-def _usage(job: Job, choices: Sequence[Choice]) -> dict[str, int]:
-  prompts = sum(len(x.context) for x in job.prompts)
-  return server_shapes.usage(prompts, choices)
 
 
 # --- streams -----------------------------------------------------------------
@@ -623,8 +618,8 @@ async def _stream(
       for inner in _endings(job, choice):
         await _send(response, server_shapes.chunk(outer, choice.index, inner))
     if job.wanted.usage:
-      usage = {'choices': [], 'usage': _usage(job, choices)}
-      await _send(response, {**outer, **usage})
+      usage = server_shapes.usage(choices, job.wanted.n)
+      await _send(response, {**outer, 'choices': [], 'usage': usage})
     await _send(response, '[DONE]')
     await response.write_eof()
   return choices

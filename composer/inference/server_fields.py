@@ -22,6 +22,7 @@ NEUTRAL = (
   'service_tier',
   'prediction',
   'prompt_cache_key',
+  'prompt_cache_options',
   'prompt_cache_retention',
   'safety_identifier',
 )
@@ -30,6 +31,7 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
   'frequency_penalty': (0,),
   'presence_penalty': (0,),
   'repetition_penalty': (1,),
+  'no_repeat_ngram_size': (0,),
   'typical_p': (1,),
   'modalities': (['text'],),
   'best_of': (1,),
@@ -49,7 +51,10 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
   'separate_reasoning': (True,),
   'stream_reasoning': (True,),
   'detokenize': (True,),
+  'functions': ([],),
+  'function_call': ('none', 'auto'),
   'verbosity': ('medium',),
+  'reasoning_effort': ('medium',),
 }
 _SCORE = (
   'prompts are not scored here: `composer score` is, or ask for logprobs of'
@@ -61,8 +66,15 @@ _RENDER = (
 )
 _TEMPLATE = 'the template is chosen where the server starts (--template)'
 _FORM = 'use structured_outputs, or response_format'
+# Logprobs would be right, but of logits that depend on what was sampled before,
+# which training does not have: it has the model's, and the kept ids.
 _HISTORY = (
-  'it would draw from another distribution after every token; leave it out'
+  'training could not compute again the distribution that it draws from; leave'
+  ' it out'
+)
+_THINKING = (
+  'whether turns are thought over is told by the template, chosen where the'
+  ' server starts (--template); leave it out'
 )
 _TRIM = 'shorten the prompt before it is sent'
 _INSTEAD = {
@@ -87,8 +99,9 @@ _INSTEAD = {
   'truncation': _TRIM,
   'chat_template': _TEMPLATE,
   'chat_template_kwargs': _TEMPLATE,
-  'enable_thinking': _TEMPLATE,
-  'reasoning_effort': _TEMPLATE,
+  'enable_thinking': _THINKING,
+  'reasoning_effort': _THINKING,
+  'thinking': _THINKING,
   'thinking_token_budget': 'use max_tokens',
   'documents': 'write them into a message',
   'functions': 'use tools',
@@ -115,6 +128,7 @@ _INSTEAD = {
   'prompt': 'use /v1/completions, which takes text and ids',
   'input': 'use messages with /v1/chat/completions, prompt with /v1/completions',
   'audio': 'text is served only',
+  'web_search_options': 'offer a tool that searches',
 }
 
 

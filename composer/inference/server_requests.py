@@ -315,7 +315,7 @@ def _wanted(body: Mapping[str, Any], session: str) -> Wanted:
     max_tokens=whole(body, 'max_tokens', None, 1),
     temperature=_temperature(body),
     top_p=number(body, 'top_p', 1.0, 0.0, 1.0, above=True),
-    top_k=whole(body, 'top_k', 0, 0),
+    top_k=max(whole(body, 'top_k', 0, -1), 0),  # -1 is all, as elsewhere
     min_p=number(body, 'min_p', 0.0, 0.0, 1.0),
     seed=whole(body, 'seed', None, -(2**63), 2**64),
     stop=_stop(body.get('stop', [])),

@@ -86,12 +86,25 @@ def tokens_field(choice: Choice, experts: bool) -> dict[str, Any]:
   return out
 
 
-def usage(prompts: int, choices: Sequence[Choice]) -> dict[str, int]:
-  """`prompts`: tokens of all of them, each counted once."""
-  return counts(prompts, sum(len(x.completion.tokens) for x in choices))
+def usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
+  """Tokens of a whole answer, of n choices to each prompt in turn.
+
+  A prompt counts once, whatever n is. So do those of its tokens that were cached,
+  as of the choice that found the fewest: what that one had to compute the others
+  may have found, and it was not there before the request.
+  """
+  groups = [choices[i : i + n] for i in range(0, len(choices), n)]
+  out: dict[str, Any] = counts(
+    sum(len(own[0].context) for own in groups),
+    sum(len(x.completion.tokens) for x in choices),
+  )
+  cached = sum(min(x.completion.cached for x in own) for own in groups)
+  out['prompt_tokens_details'] = {'cached_tokens': cached}
+  return out
 
 
 def counts(prompts: int, sampled: int) -> dict[str, int]:
+  """Of an answer under way, of which it is not known yet what was cached."""
   return {
     'prompt_tokens': prompts,
     'completion_tokens': sampled,

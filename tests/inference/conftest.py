@@ -247,9 +247,9 @@ def _of_config(settings):
   return {key: x for key, x in settings.items() if key in names}
 
 
-@pytest.fixture(scope='session')
-def engine():
-  """A real one, of a vocabulary of 272, at version 5."""
+@contextlib.contextmanager
+def _real():
+  """A real engine, of a vocabulary of 272, at version 5."""
   model = dataclasses.replace(presets.TINY, vocab_size=272)
   numerics = config_lib.NumericsConfig(row_block=8, kv_block=4)
   config = config_lib.EngineConfig(
@@ -262,8 +262,24 @@ def engine():
   made = engine_lib.Engine(model, numerics, config)
   made.activate(5, engine_lib.widen(params))
   made.wait_active(5)
-  yield made
-  made.close()
+  try:
+    yield made
+  finally:
+    made.close()
+
+
+@pytest.fixture(scope='session')
+def engine():
+  """A real one, which served others before."""
+  with _real() as made:
+    yield made
+
+
+@pytest.fixture
+def fresh_engine():
+  """A real one with nothing in its cache."""
+  with _real() as made:
+    yield made
 
 
 @pytest.fixture

@@ -47,6 +47,96 @@ def test_every_refusal_has_a_remedy():
   assert not set(KNOWN) & {*server_fields.FIXED, *server_fields.NEUTRAL}
 
 
+# What clients of OpenAI's interface send when nobody chose anything.
+NEUTRAL = {
+  'frequency_penalty': 0,
+  'presence_penalty': 0.0,
+  'logit_bias': {},
+  'logprobs': None,
+  'metadata': {},
+  'n': 1,
+  'parallel_tool_calls': True,
+  'response_format': {'type': 'text'},
+  'service_tier': 'auto',
+  'stop': None,
+  'store': False,
+  'top_p': 1.0,
+  'user': 'someone',
+}
+NEUTRAL_OF_CHAT = {
+  'function_call': 'none',
+  'functions': [],
+  'modalities': ['text'],
+  'prompt_cache_key': 'x',
+  'reasoning_effort': 'medium',
+  'tool_choice': 'auto',
+  'tools': [],
+  'top_logprobs': 0,
+  'verbosity': 'medium',
+  'web_search_options': None,
+}
+NEUTRAL_ELSEWHERE = {  # as vLLM and SGLang name them
+  'min_p': 0.0,
+  'min_tokens': 0,
+  'no_repeat_ngram_size': 0,
+  'repetition_penalty': 1.0,
+  'top_k': -1,
+}
+
+
+@pytest.mark.parametrize('stream', [False, True])
+@pytest.mark.parametrize('kind', ['chat', 'text'])
+def test_neutral_fields_change_nothing(serve, scripted, kind, stream):
+  """One by one and together they ask the engine for the same."""
+  engine = scripted(*[[65]] * 99)
+  neutral = {**NEUTRAL, **NEUTRAL_ELSEWHERE}
+  with serve(engine) as running:
+    create = running.client.completions.create
+    about = {'model': 'm', 'prompt': 'x', 'seed': 1, 'stream': stream}
+    if kind == 'chat':
+      create = running.client.chat.completions.create
+      neutral |= NEUTRAL_OF_CHAT
+      about |= {'messages': ASK}
+      del about['prompt']
+    if stream:
+      neutral['stream_options'] = {'include_obfuscation': False}
+    for body in ({}, *({k: x} for k, x in neutral.items()), neutral):
+      answer = create(**about, extra_body=body)
+      assert not stream or [*answer][-1].choices[0].finish_reason, body
+  asked = [_told(x) for x in engine.requests]
+  assert len(asked) == len(neutral) + 2 and len(set(asked)) == 1
+
+
+def _told(request):
+  """All of a request but whom it tells."""
+  request = dataclasses.replace(request, on_tokens=None)
+  return repr({**vars(request), 'tokens': request.tokens.tolist()})
+
+
+@pytest.mark.parametrize(
+  'name, value, instead',
+  [
+    ('frequency_penalty', 0.5, 'training could not compute again'),
+    ('presence_penalty', -0.1, 'training could not compute again'),
+    ('repetition_penalty', 1.1, 'training could not compute again'),
+    ('no_repeat_ngram_size', 3, 'training could not compute again'),
+    ('reasoning_effort', 'high', '--template'),
+    ('thinking', {'type': 'enabled'}, '--template'),
+    ('web_search_options', {}, 'offer a tool'),
+    ('functions', [{'name': 'f'}], 'use tools'),
+    ('function_call', {'name': 'f'}, 'use tool_choice'),
+  ],
+)
+def test_what_would_change_an_answer_is_refused(
+  serve, scripted, name, value, instead
+):
+  with serve(scripted()) as running:
+    create = running.client.chat.completions.create
+    with pytest.raises(openai.BadRequestError, match=instead) as caught:
+      create(model='m', messages=ASK, extra_body={name: value})
+  assert caught.value.param == name
+
+
 # --- what may be drawn -----------------------------------------------------------
 
 DRAWN = [  # what is changed of a right body -> param of its refusal
@@ -316,6 +406,7 @@ def test_counts_with_every_piece(serve, scripted):
   counts = [x.usage.completion_tokens for x in pieces if x.usage]
   assert counts == sorted(counts) and len(counts) == 6 and counts[-1] == 6
   assert last.usage.completion_tokens == 6 and not last.choices
+  assert last.usage.prompt_tokens_details.cached_tokens == 0
   assert {x.usage.prompt_tokens for x in pieces if x.usage} == {
     last.usage.prompt_tokens
   }
