@@ -41,7 +41,7 @@ from pallas_kernels.grouped_matmul import shapes as grouped_shapes
 from pallas_kernels.token_logprob import shapes as logprob_shapes
 
 CACHE = 2**27  # bytes that the arguments have together: more than the L2 cache
-COPIES = 64  # of the arguments, at most
+COPIES = 256  # of the arguments, at most: enough of 512 kB
 GAIN = 0.98  # of the time without it: what an entry has to reach
 KEPT = 0.99  # of the time of what is there now: what replaces it
 DEFAULT = 'default'  # no entry: what the kernel chooses by itself
@@ -309,9 +309,9 @@ ATTENTION = (
 )
 SCORED = (
   dict(consumers=1, stages=4, slots=3, direct=False),
-  dict(consumers=1, stages=5, slots=2, direct=False),
+  dict(consumers=1, stages=5, slots=1, direct=False),
   dict(consumers=1, stages=4, slots=1, direct=True),
-  dict(consumers=1, stages=6, slots=1, direct=True),
+  dict(consumers=1, stages=5, slots=1, direct=True),
   dict(consumers=2, stages=4, slots=1, direct=True),
   dict(consumers=2, stages=3, slots=2, direct=False),
 )

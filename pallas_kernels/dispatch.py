@@ -119,10 +119,14 @@ def tuning(operation: str) -> dict[str, Any]:
   return own
 
 
-@functools.cache
 def tunings() -> dict[str, dict[str, Any]]:
-  """All that the file of this kind of device says."""
-  path = TUNINGS / f'{device_key()}.json'
+  """All that the file of the kind of device that is lowered for says."""
+  return _read(device_key())
+
+
+@functools.cache
+def _read(device: str) -> dict[str, dict[str, Any]]:
+  path = TUNINGS / f'{device}.json'
   if not path.is_file():
     return {}
   return json.loads(path.read_text(encoding='utf-8'))

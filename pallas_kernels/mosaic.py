@@ -130,11 +130,11 @@ def store_rows(source: Any, rows: Any, low: Any, count: Any, most: int) -> None:
   of two; each bit of `count` moves one.
 
   Args:
-    source: linear shared memory [most, n].
+    source: linear shared memory [at least `most`, n].
     rows: `rows(done, size)` is the reference to write to.
     low: the first row.
     count: rows to write, 0 to `most`.
-    most: the power of two that `source` has rows.
+    most: a power of two.
   """
   size, done = most, 0
   while size:

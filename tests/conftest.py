@@ -11,6 +11,8 @@ processes that tests start.
 import os
 import sys
 
+import pytest
+
 assert 'jax' not in sys.modules, 'a pytest plugin imported jax too early'
 
 _PLATFORM = os.environ.get('COMPOSER_TEST_PLATFORM', 'cpu')
@@ -32,3 +34,16 @@ def pytest_xdist_auto_num_workers(config) -> int:
   if os.environ['JAX_PLATFORMS'] != 'cpu':
     return min(12, os.cpu_count() or 1)
   return 2 if all('.py' not in argument for argument in config.args) else 0
+
+
+def pytest_collection_modifyitems(items) -> None:
+  """Skips what interprets kernels of GPUs where this jax cannot."""
+  marked = [item for item in items if item.get_closest_marker('interpreted')]
+  if not marked:
+    return
+  from jax.experimental.pallas import mosaic_gpu
+
+  if not hasattr(mosaic_gpu, 'InterpretGPUParams'):
+    why = 'this jax cannot interpret Mosaic GPU kernels'
+    for item in marked:
+      item.add_marker(pytest.mark.skip(reason=why))

@@ -10,6 +10,7 @@ the same kernel with w transposed, dw sums each group's rows in their order.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -102,6 +103,9 @@ def weight_gradient(
   _check_gradient(x, dy, group_sizes)
   chosen = _choose(x, dy, False, False, implementation)
   out_dtype = jnp.dtype(out_dtype or x.dtype)
+  if not (x.size and dy.size and group_sizes.size):  # nothing to launch
+    size = group_sizes.shape[0], x.shape[1], dy.shape[1]
+    return jnp.zeros(size, out_dtype)
   if chosen == 'reference':
     return reference.weight_gradient(x, dy, group_sizes, out_dtype=out_dtype)
   interpret = chosen.endswith('interpret')
@@ -113,9 +117,12 @@ def weight_gradient(
     )
   from pallas_kernels.grouped_matmul import gpu_weights
 
-  tiles = tiles or _tuned(
-    'weights', x.shape[0], x.shape[1], dy.shape[1], group_sizes.shape[0]
-  )
+  if tiles is None:
+    size = x.shape[0], x.shape[1], dy.shape[1], group_sizes.shape[0]
+    tiles = _tuned('weights', *size)
+    if out_dtype == jnp.float32:  # what waits takes twice the room
+      less = dict(stages=min(tiles.stages, 3), slots=min(tiles.slots, 2))
+      tiles = dataclasses.replace(tiles, **less)
   return gpu_weights.weight_gradient(
     x, dy, group_sizes, tiles=tiles, out_dtype=out_dtype, interpret=interpret
   )
@@ -130,6 +137,8 @@ def product(
   """
   rows = jnp.full((1,), x.shape[0], jnp.int32)
   _check(x, w[None], rows, transpose)
+  if not (x.size and w.size):  # nothing to launch
+    return jnp.zeros((x.shape[0], w.shape[0 if transpose else 1]), jnp.float32)
   more = dict(
     transpose=transpose,
     out_dtype=jnp.float32,
@@ -209,7 +218,7 @@ def _tuned(
   """Tiles of the tunings, by the pass, rows a group, K and N.
 
   Rows a group are many, or few; of few a tuning may set scarce ones apart, but
-  not for gated products: of narrow tiles they have no half.
+  not for gated products. Nor is for them what has no half of its columns.
   """
   from pallas_kernels import mosaic
   from pallas_kernels.grouped_matmul import gpu
@@ -221,7 +230,9 @@ def _tuned(
     keys.insert(0, f'{pass_} scarce {k} {n}')
   for key in keys:
     if key in table:
-      return gpu.Tiles(**table[key])
+      tiles = gpu.Tiles(**table[key])
+      if not gated or tiles.columns % (2 * gpu.STORE) == 0:
+        return tiles
   tiles = gpu.Tiles()
   work = max(min(m, groups), m // 128) * -(-n // tiles.columns)
   if pass_ == 'rows' and 3 * work < mosaic.cores():
@@ -234,19 +245,23 @@ def _tuned(
 def _tuned_few(x, w, transpose: bool = False, gated: bool = False):
   """Tiles of the kernel of few rows, where the tunings want it here, or None.
 
-  The first of these keys that is there: gated or not, K and N; K and N; gated;
-  any. Those of one group are a table of their own.
+  The first of these keys that is there: K and N; any. Gated products have keys of
+  their own, as what gains without gates need not gain with them, and those of one
+  group a table. See `gpu_few.Few` of how many rows.
   """
   from pallas_kernels.grouped_matmul import gpu_few
 
   if gpu_few.unsupported(x, w, x.dtype, transpose):
     return None
   table = dispatch.tuning(ONE if w.shape[0] == 1 else NAME)
-  size = f' {x.shape[1]} {w.shape[-1]}'
-  for key in (f'few gated{size}', f'few{size}', 'few gated', 'few'):
-    if key in table and (gated or 'gated' not in key):
+  kind = 'few gated' if gated else 'few'
+  for key in (f'{kind} {x.shape[1]} {w.shape[-1]}', kind):
+    if key in table:
       tiles = gpu_few.Few(**table[key])
-      return tiles if x.shape[0] <= tiles.most else None
+      most = tiles.most
+      if w.shape[0] > 1:
+        most = min(most, tiles.rows * w.shape[0])
+      return tiles if x.shape[0] <= most else None
   return None
 
 
@@ -254,6 +269,9 @@ def _tuned_few(x, w, transpose: bool = False, gated: bool = False):
 
 
 def _run(x, w, group_sizes, transpose, gated, chosen, tiles):
+  n = w.shape[1] if transpose else w.shape[-1]
+  if not (x.size and w.size):  # nothing to launch
+    return jnp.zeros((x.shape[0], n), x.dtype)
   if not chosen.startswith('gpu'):  # the others' tiles are not these
     group_sizes = groups.sizes_of(group_sizes)
   if chosen == 'reference':
@@ -262,7 +280,6 @@ def _run(x, w, group_sizes, transpose, gated, chosen, tiles):
     )
   interpret = chosen.endswith('interpret')
   if chosen.startswith('gpu'):
-    n = w.shape[1] if transpose else w.shape[-1]
     tiles = tiles or _tuned_few(x, w, transpose, gated)
     tiles = tiles or _tuned('rows', *x.shape, n, w.shape[0], gated)
     more = dict(transpose=transpose, gated=gated, interpret=interpret)
@@ -290,7 +307,7 @@ def _run_gpu(x, w, group_sizes, tiles, **more):
 
 def _flat(w: jax.Array) -> jax.Array:
   """[E, K, 2, N] -> [E, K, 2 N]."""
-  return w.reshape(*w.shape[:2], -1)
+  return w.reshape(*w.shape[:2], 2 * w.shape[3])
 
 
 def _gate(both: jax.Array) -> jax.Array:

@@ -71,7 +71,7 @@ class Tiles:
 def grouped_matmul(
   x: jax.Array,
   w: jax.Array,
-  group_sizes: jax.Array,
+  group_sizes: jax.Array | groups.Planned,
   *,
   tiles: Tiles,
   transpose: bool = False,
@@ -85,7 +85,7 @@ def grouped_matmul(
     x: [M, K], rows sorted by group.
     w: [E, K, N]; with `transpose` [E, N, K]; with `gated` [E, K, 2, N], gate
       first.
-    group_sizes: int [E], summing to M.
+    group_sizes: int [E], summing to M, with their tiles where these are at hand.
     tiles: how to cut.
     transpose: whether w is used transposed.
     gated: whether y = silu(gate) * up, in float32, instead of the product.
@@ -388,6 +388,18 @@ def _consume(stages, finish, tile, trips, work: Work):
   lax.fori_loop(0, trips, one_tile, jnp.int32(0))
 
 
+def unread(i: int, blocks: int, slots: int) -> int:
+  """Stores that may still be under way when block i of a tile gets its slot.
+
+  Those after the last one from that slot: of this tile, or of the one before,
+  whose last blocks need not have taken all slots in turn.
+  """
+  if i >= slots:
+    return slots - 1
+  last = i + (blocks - 1 - i) // slots * slots  # of the tile before
+  return min(slots, blocks - last + i) - 1
+
+
 def store(total, y, waiting, own, column, t: Tiles):
   """Writes a consumer's rows [rows, n] of its group, through shared memory."""
   whole, ragged = waiting
@@ -403,7 +415,8 @@ def store(total, y, waiting, own, column, t: Tiles):
     rows = pl.ds(pl.multiple_of(first, ALIGN), t.rows)
     for i in range(blocks):
       part = whole.at[wg, i % t.slots]
-      plgpu.wait_smem_to_gmem(t.slots - 1, wait_read_only=True)
+      before = unread(i, blocks, t.slots)
+      plgpu.wait_smem_to_gmem(before, wait_read_only=True)
       part[...] = total[:, i * STORE : (i + 1) * STORE]
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(part, y.at[rows, columns(i)])
@@ -412,7 +425,8 @@ def store(total, y, waiting, own, column, t: Tiles):
   def _():
     for i in range(blocks):
       part = ragged.at[wg, i % t.slots]
-      plgpu.wait_smem_to_gmem(t.slots - 1, wait_read_only=True)
+      before = unread(i, blocks, t.slots)
+      plgpu.wait_smem_to_gmem(before, wait_read_only=True)
       part[...] = total[:, i * STORE : (i + 1) * STORE]
       plgpu.commit_smem()
       mosaic.store_rows(

@@ -43,7 +43,8 @@ class Few:
     depth: of K in a stage, a multiple of `columns`.
     stages: that are asked for ahead at most; fewer where K has no more, or
       shared memory no more room.
-    most: rows up to which a tuning takes this kernel instead of `gpu`'s.
+    most: rows up to which a tuning takes this kernel instead of `gpu`'s. Of
+      several groups also not more than a tile of each, however few there are.
     rows: of a tile that are copied: 8, 16, 32 or 64. Where a group has more, its
       matrix is read again.
   """

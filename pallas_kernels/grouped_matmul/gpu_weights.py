@@ -216,9 +216,11 @@ def _consume(dw, x_ring, dy_ring, waiting, full, empty, cleaned, *rest):
     )
     total = total.astype(dw.dtype)
     rows = pl.ds((row * t.consumers + wg) * t.rows, t.rows)
-    for i in range(t.columns // gpu.STORE):
+    blocks = t.columns // gpu.STORE
+    for i in range(blocks):
       part = waiting.at[wg, i % t.slots]
-      plgpu.wait_smem_to_gmem(t.slots - 1, wait_read_only=True)
+      before = gpu.unread(i, blocks, t.slots)
+      plgpu.wait_smem_to_gmem(before, wait_read_only=True)
       part[...] = total[:, i * gpu.STORE : (i + 1) * gpu.STORE]
       plgpu.commit_smem()
       columns = pl.ds(column * t.columns + i * gpu.STORE, gpu.STORE)

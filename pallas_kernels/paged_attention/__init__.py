@@ -294,6 +294,8 @@ def decode_turning(
       f'implementation={implementation!r}: only the GPU kernel turns; turn'
       ' queries and keys before, and call decode'
     )
+  if not q.size:
+    return qkv[:, : -2 * g], k_pages, v_pages
   from pallas_kernels.paged_attention import gpu_decode
 
   return gpu_decode.forward_turning(

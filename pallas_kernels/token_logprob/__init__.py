@@ -118,6 +118,8 @@ def renormalised(
   t, v = whole.logits.shape
   _check_kept(kept, t, v)
   faults = dict(gpu=None, tpu='it keeps no logits')
+  if not t:  # nothing to launch
+    implementation = 'reference'
   chosen = dispatch.choose(NAME, implementation, **faults)
   words = reference.kept_words(kept, v)
   if chosen == 'reference':

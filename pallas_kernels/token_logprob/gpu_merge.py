@@ -26,7 +26,6 @@ LINES = WARPGROUPS * 128 // ROWS  # blocks of the vocabulary at a time
 STEPS = 16  # of LINES, of which the addends wait in shared memory at once
 TURN = 16  # additions between two looks at a loop's end
 LOWEST = -1e30
-MULTIPLE = 64  # of what the launches write, rows are a multiple
 
 
 def merged(
@@ -36,7 +35,7 @@ def merged(
 
   Args:
     parts: float32 [launches, 3 or 4, blocks of a launch, T up to a multiple of
-      MULTIPLE]: m, s, u and c of each block and row.
+      ROWS]: m, s, u and c of each block and row.
     blocks: of all launches that mean something.
     rows: T.
     interpret: run on CPU.

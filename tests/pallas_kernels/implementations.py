@@ -1,12 +1,9 @@
 """The implementations of an operation that run on a CPU."""
 
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import pytest
 
-INTERPRETED = hasattr(plgpu, 'InterpretGPUParams')
-needs_interpreter = pytest.mark.skipif(
-  not INTERPRETED, reason='this jax cannot interpret Mosaic GPU kernels'
-)
+# With a jax that can: `tests/conftest.py` skips them elsewhere.
+needs_interpreter = pytest.mark.interpreted
 NAMES = [
   'reference',
   'tpu_interpret',

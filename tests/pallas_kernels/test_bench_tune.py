@@ -1,7 +1,6 @@
 """Candidates for tunings: how they are tried, and which one is written."""
 
 import dataclasses
-import functools
 import json
 
 import jax
@@ -14,6 +13,10 @@ from pallas_kernels import bench_tune
 from pallas_kernels import dispatch
 from pallas_kernels import mosaic
 from pallas_kernels.bench_rows import Row
+from pallas_kernels.grouped_matmul import gpu
+from pallas_kernels.grouped_matmul import gpu_few
+from pallas_kernels.token_logprob import gpu as logprob_gpu
+from pallas_kernels.token_logprob import gpu_scored
 
 A, B = dict(stages=2), dict(stages=3)
 
@@ -42,6 +45,21 @@ def test_an_entry_holds_while_it_is_tried(monkeypatch):
       assert dispatch.tuning('matmul') == {'kept': A}
     assert dispatch.tuning('matmul')['few 8 8'] == B
   assert dispatch.tuning('matmul') == table['matmul']
+
+
+def test_tunings_are_those_of_the_device_that_is_lowered_for():
+  """Whatever was asked before, in the same process, for another one."""
+  seen = []
+
+  def run(x):
+    seen.append(dispatch.tunings())
+    return x
+
+  before = dispatch.tunings()
+  mosaic.lower(run, jax.ShapeDtypeStruct((8,), jnp.float32))
+  path = dispatch.TUNINGS / 'h100.json'
+  assert seen == [json.loads(path.read_text(encoding='utf-8'))]
+  assert dispatch.tunings() == before
 
 
 def test_candidates_are_traced_and_compared(monkeypatch):
@@ -139,23 +157,55 @@ def test_every_case_says_what_it_is():
       names.add(name)
       assert len(one.labelled()) > 1
       arguments = jax.eval_shape(one.draw, bench_rows.SEED)
-      assert jax.tree.leaves(arguments)
+      size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments))
+      assert size * bench_tune.COPIES >= bench_tune.CACHE
       if one.most:
         assert len(arguments[0]) == one.most
 
 
-@pytest.mark.parametrize('operation', ['grouped_matmul', 'token_logprob'])
-def test_an_entry_changes_what_is_lowered(operation):
-  """So that candidates are not timings of one and the same kernel."""
+@pytest.mark.parametrize(
+  ('operation', 'module', 'name'),
+  [
+    ('grouped_matmul', gpu_few, 'grouped_matmul'),
+    ('token_logprob', gpu_scored, '_launch'),
+  ],
+)
+def test_an_entry_is_what_is_lowered(operation, module, name, monkeypatch):
+  """So that candidates are not timings of one and the same kernel.
+
+  The text of a module would not show it: two of the same kernel differ.
+  """
+  taken = []
+  launch = getattr(module, name)
+
+  def spy(*arguments, **options):
+    taken.append(options.get('tiles', arguments[0]))
+    return launch(*arguments, **options)
+
+  monkeypatch.setattr(module, name, spy)
   one = bench_tune.cases()[bench_tune.PREFIX + operation][0]
   arguments = jax.eval_shape(one.draw, bench_rows.SEED)
+  for candidate in one.candidates[:4]:
+    taken.clear()
+    mosaic.lower(bench_tune._with(one, candidate), *arguments)
+    (cut,) = map(dataclasses.asdict, taken)
+    cut |= cut.pop('tiles', {})
+    assert {key: cut[key] for key in candidate} == candidate
 
-  @functools.cache
-  def lowered(i):
-    run = bench_tune._with(one, [None, *one.candidates][i])
-    return mosaic.lower(run, *arguments)
 
-  assert lowered(0) != lowered(3)
+def test_candidates_fit_into_shared_memory():
+  """One that never does would be tried, and refused, at every size."""
+  for candidate in bench_tune.SCORED:
+    change = {k: v for k, v in candidate.items() if k != 'direct'}
+    tiles = dataclasses.replace(logprob_gpu.TILES, **change)
+    cut = gpu_scored.Cut(tiles, candidate['direct'])
+    gpu_scored._launch(cut, (256, 576, 4096), jnp.bfloat16, False)
+  for candidate in bench_tune.MANY:
+    work = gpu.Work(gpu.Tiles(**candidate), 7168, 2048, 132)
+    gpu._scratch(work, jnp.bfloat16, jnp.bfloat16)
+  for candidate in (*bench_tune.FEW, *bench_tune.FEW_OF_GROUPS):
+    few = gpu_few.Few(**candidate)
+    assert gpu_few.Work(few, 64, 7168, 2048, True).stages >= 2
 
 
 def test_a_bad_request_is_refused(tmp_path, monkeypatch):

@@ -97,6 +97,10 @@ def test_tunings_go_by_rows_a_group(monkeypatch):
     assert grouped_matmul._tuned('rows', rows, 128, 64, 4).stages == stages
   assert grouped_matmul._tuned('rows', 8, 128, 128, 4).stages == 5
   assert grouped_matmul._tuned('rows', 8, 128, 64, 4, gated=True).stages == 5
+  table['rows many 128 64'] = dict(columns=192, stages=3)
+  assert grouped_matmul._tuned('rows', 1024, 128, 64, 4).columns == 192
+  gated = grouped_matmul._tuned('rows', 1024, 128, 64, 4, gated=True)
+  assert gated.columns % 128 == 0  # half of them are gates
 
 
 @pytest.mark.parametrize('rows', [1, 64])

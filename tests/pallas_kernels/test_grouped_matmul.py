@@ -1,5 +1,7 @@
 """Grouped matmul: every implementation against a loop, and its order of sums."""
 
+import functools
+
 import hypothesis
 from hypothesis import strategies as st
 from implementations import NAMES
@@ -65,6 +67,57 @@ def test_values(name, sizes):
     x, turned, group_sizes, transpose=True, implementation=name
   )
   close(got, want)
+
+
+@pytest.mark.parametrize('gated', [False, True])
+@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize(
+  ('rows', 'n', 'e'), [(0, 64, 3), (0, 64, 0), (5, 0, 1)]
+)
+def test_nothing_is_launched_where_there_is_nothing(rows, n, e, name, gated):
+  """No rows, no groups, no columns; the copy engine could not describe them."""
+  x = jnp.ones((rows, 64), jnp.bfloat16)
+  w = jnp.ones((e, 64, 2, n) if gated else (e, 64, n), jnp.bfloat16)
+  sizes = jnp.full((e,), rows, jnp.int32)
+
+  def run(x, w):
+    return ops.grouped_matmul(x, w, sizes, gated=gated, implementation=name)
+
+  y, pull = jax.vjp(run, x, w)
+  assert (y.shape, y.dtype) == ((rows, n), x.dtype)
+  dx, dw = pull(y)
+  assert dx.shape == x.shape and dw.shape == w.shape
+  assert not np.asarray(dx).any() and not np.asarray(dw).any()
+  if name != 'reference' and e == 1:
+    wide = ops.product(x, w.reshape(64, -1), name)
+    assert (wide.shape, wide.dtype) == ((rows, w[0, 0].size), jnp.float32)
+
+
+def test_weight_gradients_of_float32_fit():
+  """Results that wait take twice the room of those of bfloat16."""
+  some = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+  text = mosaic.lower(
+    functools.partial(ops.weight_gradient, out_dtype=jnp.float32),
+    *(some, some, jax.ShapeDtypeStruct((4,), jnp.int32)),
+  )
+  assert 'mosaic_gpu' in text
+
+
+@hypothesis.given(
+  slots=st.integers(1, 6), blocks=st.integers(1, 6), tiles=st.integers(1, 4)
+)
+def test_a_slot_is_filled_when_its_store_has_been_read(slots, blocks, tiles):
+  """Stores are read in their order; `unread` of them may still be to come."""
+  stored = []
+  for _ in range(tiles):
+    for i in range(blocks):
+      left = gpu.unread(i, blocks, slots)
+      assert 0 <= left < slots
+      waiting = stored[max(len(stored) - left, 0) :]
+      assert i % slots not in waiting
+      stored.append(i % slots)
+  if blocks % slots == 0:  # none is waited for that need not be
+    assert gpu.unread(0, blocks, slots) == slots - 1
 
 
 @pytest.mark.parametrize('name', NAMES)

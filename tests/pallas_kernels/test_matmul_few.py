@@ -173,6 +173,7 @@ def test_the_tunings_say_where_it_is_taken(monkeypatch):
     'few gated': dict(columns=16),
     'few gated 128 64': dict(columns=64, most=8),
     'few 64 64': dict(columns=64, most=8),
+    'few 192 64': dict(depth=192),
   }
   monkeypatch.setattr(
     dispatch, 'tuning', lambda name: table if name == 'matmul' else {}
@@ -186,7 +187,8 @@ def test_the_tunings_say_where_it_is_taken(monkeypatch):
 
   assert tuned(64, 128) == gpu_few.Few(depth=128)
   assert tuned(64, 192, gated=True) == gpu_few.Few(columns=16)
-  assert tuned(8, 64) == tuned(8, 64, gated=True) == gpu_few.Few(64, most=8)
+  assert tuned(8, 64) == gpu_few.Few(64, most=8)
+  assert tuned(64, 64, gated=True) == gpu_few.Few(columns=16)
   assert tuned(8, 128, gated=True) == gpu_few.Few(64, most=8)
   assert tuned(9, 128, gated=True) is None
   assert tuned(65, 128) is tuned(8, 128, groups=2) is None
@@ -198,6 +200,11 @@ def test_the_tunings_say_where_it_is_taken(monkeypatch):
   )
   assert tuned(8, 128, groups=2) == gpu_few.Few(rows=8)
   assert tuned(8, 128) == gpu_few.Few(depth=128)
+  assert tuned(8, 128, groups=2, gated=True) is None  # of plain ones it is
+  # Of fewer groups than where it was measured: more than a tile of rows each.
+  assert tuned(17, 128, groups=2) is None
+  assert tuned(17, 128, groups=3) == gpu_few.Few(rows=8)
+  assert tuned(65, 128, groups=48) is None
   monkeypatch.setattr(dispatch, 'tuning', lambda name: {})
   assert tuned(8, 128) is None
 
@@ -215,11 +222,15 @@ def test_tunings_can_be():
       gpu_few.Few(**values)
       words = [word for word in key.split() if word != 'gated']
       assert words[0] == 'few' and len(words) in (1, 3)
+    for key, values in tables.get('grouped_matmul', {}).items():
+      if key.startswith('few'):  # what it stores of 32 bytes is of one group
+        assert gpu_few.Few(**values).columns > 16
 
 
 def test_a_tuned_product_takes_it(monkeypatch):
   seen = []
-  monkeypatch.setattr(dispatch, 'tuning', lambda name: {'few': {}})
+  table = {'few': {}, 'few gated': {}}
+  monkeypatch.setattr(dispatch, 'tuning', lambda name: table)
   monkeypatch.setattr(
     gpu_few,
     'grouped_matmul',

@@ -209,6 +209,9 @@ def test_decode_that_turns(monkeypatch):
     ops.decode_turning(qkv, turns, *rest, scale=0.1)
   with pytest.raises(ValueError, match=r'turns .* must be \[N, K\]'):
     ops.decode_turning(qkv, turns[1:], *rest, scale=0.1, **named)
+  none = qkv[:0], turns[:0], k_pages, v_pages, table[:0], positions[:0]
+  out, *pages = ops.decode_turning(*none, scale=0.1, **named)
+  assert out.shape == (0, 6, 64) and pages[0] is k_pages
 
 
 @needs_interpreter

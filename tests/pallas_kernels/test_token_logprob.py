@@ -260,6 +260,9 @@ def test_renormalised_by_name():
   ):
     with pytest.raises(ValueError, match=reason):
       ops.renormalised(whole, kept, implementation=name)
+  none = ops.Scored(z[:0], nothing[:0], nothing[:0])
+  found = ops.renormalised(none, kept[:0], implementation='gpu_interpret')
+  assert found.log.shape == found.entropy.shape == (0,)
 
 
 def in_order(parts):
