@@ -329,7 +329,6 @@ def measure_transformers(wanted: Shape, batch: int) -> float | None:
   prompts = torch.randint(
     0, model.vocab_size, (batch, wanted.prompt), device='cuda'
   )
-  new = wanted.new // 2
 
   def generate(count: int) -> None:
     whole.generate(
@@ -345,8 +344,8 @@ def measure_transformers(wanted: Shape, batch: int) -> float | None:
   with torch.inference_mode():
     generate(4)
     started = time.perf_counter()
-    generate(new)
-    return batch * new / (time.perf_counter() - started)
+    generate(wanted.new)
+    return batch * wanted.new / (time.perf_counter() - started)
 
 
 # --- the command --------------------------------------------------------------

@@ -55,7 +55,7 @@ class Board:
   written: set[tuple[int, str]] = dataclasses.field(default_factory=set)
   started: float = dataclasses.field(default_factory=time.monotonic)
   lock: Any = dataclasses.field(default_factory=threading.Lock)
-  pause_s: float = 0.0
+  pause_s: float | None = None  # of the newest swap; None: there was none yet
   done: int = 0
   last: engine_lib.Stats = engine_lib.Stats()  # of the step before
   last_time: float = dataclasses.field(default_factory=time.monotonic)
@@ -120,18 +120,21 @@ class Board:
     seconds = max(now - self.last_time, 1e-9)
     rate = (stats.rows - self.last.rows) / seconds
     busy = (stats.busy_s - self.last.busy_s) / seconds
-    drafts, proposed = {}, stats.proposed - self.last.proposed
+    some, proposed = {}, stats.proposed - self.last.proposed
     if proposed:
       accepted = stats.accepted - self.last.accepted
-      drafts['rollout/drafts_accepted'] = accepted / proposed
+      some['rollout/drafts_accepted'] = accepted / proposed
+    # A run that is resumed may step on queued groups before its engine has any.
+    if self.pause_s is not None:
+      some['weights/pause_s'] = self.pause_s
     self.last_time, self.last = now, stats
     return {
       'busy/rollout': min(busy, 1.0),
-      'weights/pause_s': self.pause_s,
       'rollout/tokens_per_s': rate,
       'rollout/reused_tokens': float(stats.reused),
       'rollout/sampled_tokens': float(stats.sampled),
-      **drafts,
+      'rollout/compiled': float(stats.compilations),  # while it served
+      **some,
     }
 
   def _show(self, trainer, scalars) -> None:

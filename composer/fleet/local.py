@@ -322,6 +322,7 @@ def _reinforce(board, trainer, stop, alone: bool) -> None:
       sole=True,
       on_group=board.group_finished,
       on_version=board.version_active,
+      say=board.progress.log,
     )
     evaluations = evaluator.Queue(
       experiment,

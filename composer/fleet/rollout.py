@@ -1,6 +1,7 @@
 """The rollout role: an engine, machines and a scheduler, in one thread each.
 
-    weight thread     polls HEAD, decodes, activates
+    weight thread     polls HEAD, decodes, activates; has an accelerator's
+                      programs compiled before the first session
     engine thread     decodes tokens (`composer.inference.engine`)
     event loop        sessions, tools, grading, commits
 
@@ -37,9 +38,11 @@ from composer.rollout import schedule
 from composer.weights import forms
 from composer.weights import store
 from composer.weights import sync
+from pallas_kernels import dispatch
 
 WEIGHTS_POLL_S = 0.05
 CACHE_S = 60.0  # between two versions that are kept in `weights.cache`
+WARM_S = 600.0  # for an accelerator's programs to be compiled
 QUIET_S = 600.0  # without weights for so long, a rollout says so and ends
 END_S = 60.0  # for sessions to be given up and machines to stop
 SESSIONS = 'sessions'  # name of the thread that runs them
@@ -66,6 +69,8 @@ class Rollout:
   incarnation: str
   stop: stopping.Stopper
   on_version: Callable[[int, float], None]
+  say: Callable[[str], None]
+  ready: threading.Event  # weights are active, and what must be is compiled
   failure: BaseException | None = None
   threads: list[threading.Thread] = dataclasses.field(default_factory=list)
 
@@ -77,6 +82,8 @@ class Rollout:
       TimeoutError: one did not end in time.
     """
     self.stop.stop('finished')
+    if not self.ready.is_set():
+      self.engine.close(seconds)  # it may be compiling: nobody waits for that
     deadline = time.monotonic() + seconds
     for thread in self.threads:
       thread.join(max(0.0, deadline - time.monotonic()))
@@ -107,6 +114,7 @@ def start(
   sole: bool,
   on_group: Callable[[records.Group], None] = lambda group: None,
   on_version: Callable[[int, float], None] = lambda version, pause: None,
+  say: Callable[[str], None] = lambda line: None,
 ) -> Rollout:
   """Starts the role's threads.
 
@@ -118,6 +126,7 @@ def start(
       rolling is free at once.
     on_group: called with each committed group.
     on_version: called with (version, pause in seconds) after each swap.
+    say: is told how far the compiling before the first session is.
   """
   incarnation = leases.new_incarnation()
   abandoned = 0
@@ -131,6 +140,8 @@ def start(
     incarnation,
     stopping.Stopper(above=stop),
     on_version,
+    say,
+    threading.Event(),
   )
   for name, act in (
     ('weights', lambda: _follow(rollout)),
@@ -175,6 +186,7 @@ def serve(
       sole=False,
       on_version=version_active,
       on_group=group_finished,
+      say=progress.log,
     ).join()
 
 
@@ -182,6 +194,9 @@ def _guard(rollout: Rollout, act: Callable[[], None]) -> None:
   try:
     act()
   except BaseException as error:
+    early = rollout.stop() and not rollout.ready.is_set()
+    if early and isinstance(error, records.EngineError):
+      return  # `end` has closed the engine under it
     if rollout.failure is None:
       rollout.failure = error
     rollout.stop.stop(f'rollout failed: {error!r}')
@@ -228,9 +243,27 @@ def _follow_with(rollout: Rollout, subscriber: sync.Subscriber) -> None:
     rollout.engine.wait_active(version)
     del before
     rollout.on_version(version, rollout.engine.stats.pause_s)
+    if not rollout.ready.is_set():
+      _warm(rollout)
     if time.monotonic() - saved > CACHE_S:
       subscriber.save()
       saved = time.monotonic()
+
+
+def _warm(rollout: Rollout) -> None:
+  """Compiles what sessions need before there is one, on an accelerator.
+
+  Its programs take a minute or two, which would count as a session's own. A
+  CPU compiles one in some seconds, and a small run needs few of all shapes: it
+  is at work sooner if only those are compiled, once they are needed.
+  """
+  if dispatch.platform() != 'cpu':
+    began = time.monotonic()
+    rollout.say('compiling what sessions need')
+    # Sessions draw from whole distributions: nothing is cut.
+    shapes = rollout.engine.warm_up(seconds=WARM_S, say=rollout.say)
+    rollout.say(f'{shapes} shapes compiled in {time.monotonic() - began:.1f} s')
+  rollout.ready.set()
 
 
 def poll(
@@ -252,7 +285,7 @@ async def _sessions(
   on_group: Callable[[records.Group], None],
 ) -> None:
   experiment = rollout.experiment
-  while rollout.engine.version < 0:
+  while not rollout.ready.is_set():
     if rollout.stop():
       return
     await asyncio.sleep(0.02)

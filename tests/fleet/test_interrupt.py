@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM: in order, at any moment; a second one at once."""
 
+import json
 from pathlib import Path
 import signal
 import time
@@ -54,6 +55,12 @@ def test_a_signal_ends_a_run_in_order_and_a_second_one_at_once(runs, audit):
     resume = ('--resume',)
   runs.run(*arguments, '--resume')
   audit(workdir)
+  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
+  steps = [x for x in map(json.loads, lines) if 'groups/trained' in x]
+  # The first steps of a life may be of queued groups, before a swap.
+  paused = [x['weights/pause_s'] for x in steps if 'weights/pause_s' in x]
+  assert len(paused) > 3 and 0 < min(paused) and max(paused) < 10
+  assert all(x['rollout/compiled'] >= 0 for x in steps)
 
 
 def test_a_second_signal_leaves_at_once(runs):

@@ -14,6 +14,7 @@ import types
 import numpy as np
 import pytest
 
+from composer import metrics
 from composer import records
 from composer.environments.machines import namespace
 from composer.fleet import finish
@@ -221,6 +222,24 @@ def test_what_a_rollout_tells_is_of_one_step(tmp_path):
   drafts = [scalars.get('rollout/drafts_accepted') for scalars in told]
   assert drafts == [0.9, None, 0.1]
   assert told[0]['rollout/tokens_per_s'] > 0 == told[1]['rollout/tokens_per_s']
+
+
+def test_pauses_and_programs_are_told(tmp_path):
+  """A pause once there was one: nothing is not a pause of no time."""
+  board = finish.Board(tiny(), tmp_path, None, None, None)
+  rollout = types.SimpleNamespace(
+    engine=types.SimpleNamespace(stats=Stats(compilations=3))
+  )
+  assert 'weights/pause_s' not in board._rollout_scalars(rollout)
+  for version, pause in ((4, 0.25), (5, 0.125)):
+    board.version_active(version, pause)
+    told = board._rollout_scalars(rollout)
+    assert (told['weights/pause_s'], told['rollout/compiled']) == (pause, 3)
+  versions = metrics.read_versions(tmp_path)
+  assert [(x['version'], x['pause_s']) for x in versions] == [
+    (4, 0.25),
+    (5, 0.125),
+  ]
 
 
 def test_a_group_that_cannot_be_packed_does_not_stop_the_trainer(

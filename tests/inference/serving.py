@@ -11,6 +11,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.stats
 
 from composer import config as config_lib
 from composer import params as params_lib
@@ -177,3 +178,28 @@ def logits_of(params, tokens):
 def log_softmax(z):
   z = z - z.max(-1, keepdims=True)
   return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+def likelihood(params, prompt, temperature, answers, at, fewest=60):
+  """How likely draws as far from the model's as those of answers at `at` are.
+
+  Chi-square, over all beginnings that `fewest` answers share; the probabilities
+  are those of the trainer's forward. Tokens of which fewer than five would come
+  count as one.
+  """
+  drawn, far, degrees = collections.defaultdict(list), 0.0, 0
+  for c in answers:
+    drawn[tuple(c.tokens[:at].tolist())].append(c.tokens[at])
+  for before, tokens in drawn.items():
+    if len(tokens) < fewest:
+      continue
+    z, _ = logits_of(params, [*prompt, *before])
+    want = len(tokens) * np.exp(log_softmax(z[-1] / temperature))
+    seen = np.bincount(tokens, minlength=len(want))
+    few = want < 5
+    want = np.append(want[~few], want[few].sum())
+    seen = np.append(seen[~few], seen[few].sum())
+    far += np.sum((seen - want) ** 2 / want)
+    degrees += len(want) - 1
+  assert degrees, 'no beginning has enough answers'
+  return scipy.stats.chi2.sf(far, degrees)

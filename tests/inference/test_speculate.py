@@ -150,6 +150,21 @@ def test_drafts_are_those_of_the_training_form(start, monkeypatch):
   assert 8 < steps and 8 < hits
 
 
+def test_what_the_layer_proposes_is_drawn_as_the_model_says(start):
+  """Though a draft is drawn with the random numbers of the draw it is for."""
+  engine, prompt, temperature = start(), [5, 9, 1], 0.8
+  answers = answer(
+    engine,
+    *(request(prompt, n, 4, temperature=temperature) for n in range(2000)),
+  )
+  stats = engine.stats
+  assert stats.proposed > 2000 and 0.1 < stats.accepted / stats.proposed < 0.9
+  model = {n: x for n, x in params().items() if n != 'mtp'}
+  for drafted in (1, 2):
+    likely = serving.likelihood(model, prompt, temperature, answers, drafted)
+    assert likely > 1e-3
+
+
 def test_prefixes_are_found_with_what_the_layer_keeps_of_them(start):
   engine, asked = start(), request(range(20), 3, 12)
   found = []
