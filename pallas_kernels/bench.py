@@ -1,10 +1,11 @@
 """Every operation at real shapes: right, then how fast, ours and theirs.
 
-For each named shape fresh random data is drawn on the device, ours is checked
-against float32 of the highest precision, and then ours, XLA's and, where they
-can be imported, others' are timed on that data in one process. The check is of
-all that was computed where that is cheap, else of some rows: a group of experts,
-a head, the first 64 or 512 rows. Times are medians, in order of the table, with
+For each named shape random data is drawn on the device, in each run from a fresh
+seed, ours is checked against float32 of the highest precision, and then ours,
+XLA's and, where they can be imported, others' are timed on that data in one
+process. The check is of all that was computed where that is cheap, else of some
+rows: a group of experts, a head, the first 64 or 512 rows; of a gradient to an
+unembedding, of some columns. Times are medians, in order of the table, with
 the launches that a call needs; of a call of less than 0.2 ms, theirs too, the
 kernels' own on the device.
 
@@ -29,6 +30,7 @@ import json
 import os
 import pathlib
 import platform
+import secrets
 import time
 from typing import Any
 
@@ -170,6 +172,7 @@ def run(
   resume: bool = False,
   apart: bool | None = None,
   keep: list[Row] | None = None,
+  seed: int | None = None,
 ) -> int:
   """Measures, prints a table, and writes the same as JSON.
 
@@ -179,14 +182,16 @@ def run(
     resume: leave out the shapes that this file has, and go on with its table.
     apart: in processes of their own; None: on a GPU.
     keep: gets all rows.
+    seed: of the data, 0 to 2^32 - 1, to repeat a run; None: the file's where it
+      is gone on with, else a fresh one.
 
   Returns:
     1 if a result of ours is wrong, differs where it must not, or could not be
     measured.
 
   Raises:
-    ValueError: an operation that there is not, or a file of another device or
-      that is no table.
+    ValueError: an operation or a seed that there is not, or a file of another
+      device or seed, or that is no table.
   """
   # Else jax takes three quarters of the memory, and PyTorch finds none.
   os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
@@ -198,7 +203,9 @@ def run(
     raise ValueError('resume=True goes on with a file; give json_path')
   if json_path is not None and not json_path.parent.is_dir():
     raise ValueError(f'json_path={json_path}: there is no such folder; make it')
-  table = _table(json_path if resume and json_path.exists() else None)
+  if seed is not None and not 0 <= seed < 2**32:
+    raise ValueError(f'seed={seed} must be 0 to 2^32 - 1')
+  table = _table(json_path if resume and json_path.exists() else None, seed)
   wanted = [
     (name, number)
     for name in operations or CASES
@@ -209,11 +216,13 @@ def run(
   source = bench_processes.rows if apart else _here
   limits = not set(LIMITS) <= set(table)
   # Closed, whatever ends the report: no process stays.
-  with contextlib.closing(source(wanted, limits)) as events:
+  with contextlib.closing(source(wanted, limits, table['seed'])) as events:
     return _report(events, table, json_path, [] if keep is None else keep)
 
 
-def _here(wanted: list[tuple[str, int]], limits: bool) -> Iterator[Any]:
+def _here(
+  wanted: list[tuple[str, int]], limits: bool, seed: int
+) -> Iterator[Any]:
   """Events of this process, as `bench_processes.rows` has them of others.
 
   The ceilings as a dict, then rows, and after those of a shape its number, a
@@ -221,16 +230,19 @@ def _here(wanted: list[tuple[str, int]], limits: bool) -> Iterator[Any]:
   """
   if limits:
     yield bench_rows.ceilings()
-  for name, number in wanted:
-    for row in rows_of(name, number):
-      if row is not None:
-        yield row
-    yield name, number
+  with bench_rows.seeded(seed):
+    for name, number in wanted:
+      for row in rows_of(name, number):
+        if row is not None:
+          yield row
+      yield name, number
 
 
-def _table(path: pathlib.Path | None) -> dict[str, Any]:
+def _table(path: pathlib.Path | None, seed: int | None) -> dict[str, Any]:
   """What is written: about the device, and what a file has already."""
+  fresh = secrets.randbits(32) if seed is None else seed
   table = {
+    'seed': fresh,
     'device': jax.devices()[0].device_kind,
     'jax': jax.__version__,
     'python': platform.python_version(),
@@ -241,8 +253,9 @@ def _table(path: pathlib.Path | None) -> dict[str, Any]:
   if path is None:
     return table
   found = _read(path)
-  for name in ('device', 'jax', 'finished'):
-    if name not in found or name != 'finished' and found[name] != table[name]:
+  same = ('device', 'jax') if seed is None else ('device', 'jax', 'seed')
+  for name in ('device', 'jax', 'seed', 'finished'):
+    if name not in found or name in same and found[name] != table[name]:
       raise ValueError(
         f'{path} has {name}={found.get(name)!r}, and here it is'
         f' {table[name]!r}; write to another file'
@@ -304,6 +317,7 @@ def tune(
   json_path: pathlib.Path | None = None,
   *,
   resume: bool = False,
+  seed: int | None = None,
 ) -> int:
   """Measures candidates for the tunings of this GPU, and writes the best.
 
@@ -331,7 +345,7 @@ def tune(
       raise ValueError(f'{name!r} has no tunings; {", ".join(known)} have')
   names = [bench_tune.PREFIX + name for name in operations or known]
   rows: list[Row] = []
-  code = run(names, json_path, resume=resume, keep=rows)
+  code = run(names, json_path, resume=resume, keep=rows, seed=seed)
   found = bench_tune.tunings(rows, [c for n in names for c in cases(n)[1]])
   new = path.with_name(path.name + '.new')
   new.write_text(bench_tune.text(found), encoding='utf-8')
@@ -384,7 +398,7 @@ def _line(*cells: str) -> str:
 
 def _head(table: dict[str, Any]) -> None:
   print(
-    f'{table["device"]}, jax {table["jax"]}: copies'
+    f'{table["device"]}, jax {table["jax"]}, seed {table["seed"]}: copies'
     f' {table["copy_bytes_per_s"] / 1e12:.3f} TB/s, multiplies'
     f' {table["matmul_flops_per_s"] / 1e12:.1f} TFLOP/s; shares are of these'
   )
@@ -438,6 +452,9 @@ def _parser() -> argparse.ArgumentParser:
     metavar='FILE',
     help='measure candidates for the tunings of this GPU, and write the best',
   )
+  parser.add_argument(
+    '--seed', type=int, help='of the data, to repeat a run; else a fresh one'
+  )
   return parser
 
 
@@ -446,9 +463,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   names = None
   if arguments.only:
     names = [name.strip() for name in arguments.only.split(',')]
+  more = dict(resume=arguments.resume, seed=arguments.seed)
   if arguments.tune is not None:
-    return tune(arguments.tune, names, arguments.json, resume=arguments.resume)
-  return run(names, arguments.json, resume=arguments.resume)
+    return tune(arguments.tune, names, arguments.json, **more)
+  return run(names, arguments.json, **more)
 
 
 if __name__ == '__main__':

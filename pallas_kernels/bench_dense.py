@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import bench_rows
 from pallas_kernels import norm
@@ -17,7 +18,8 @@ from pallas_kernels.bench_rows import Rows
 from pallas_kernels.norm import shapes as norm_shapes
 from pallas_kernels.token_logprob import shapes as logprob_shapes
 
-CHECKED = 64  # rows whose logits float32 takes
+CHECKED = 64  # rows whose logits float32 takes, and columns of gradients
+ENTROPY = 0.1  # weight in the sum that is differentiated
 
 
 def naive_logprob(hidden, unembed, tokens, temperatures):
@@ -33,9 +35,53 @@ def _gradient(function):
 
   def total(hidden, unembed, tokens, temperatures):
     logprob, entropy = function(hidden, unembed, tokens, temperatures)
-    return jnp.sum(logprob) + 0.1 * jnp.sum(entropy)
+    return jnp.sum(logprob) + ENTROPY * jnp.sum(entropy)
 
   return jax.grad(total, (0, 1))
+
+
+def _gradient_error(hidden, unembed, tokens, temperatures, found, gradients):
+  """Of a row of dhidden or a column of dunembed, whichever is the larger.
+
+  Each counts as much as another, by the root of the mean of squares: of one alone
+  the error can be that of a single dz, to half of bfloat16's last digit.
+
+  Rows: the first, against float32 of whole logits. Columns: some from the first
+  to the last, and those of the first tokens; most of the former are of no row's
+  token, where nothing hides what probabilities contribute. They take the
+  log-sum-exp and the entropy of all rows from `found`: that has its own check.
+  """
+  some = slice(0, CHECKED)
+  rows, w = hidden[some].astype(jnp.float32), unembed.astype(jnp.float32)
+  with jax.default_matmul_precision('highest'):
+    exact = _gradient(naive_logprob)
+    dhidden = exact(rows, w, tokens[some], temperatures[some])[0]
+  spread = np.linspace(0, unembed.shape[1] - 1, CHECKED).astype(np.int32)
+  columns = jnp.concatenate([jnp.asarray(spread), tokens[some]])
+  dunembed = _dunembed(hidden, unembed, tokens, temperatures, *found, columns)
+  return jnp.maximum(
+    _off(gradients[0][some].T, dhidden.T),
+    _off(gradients[1][:, columns], dunembed),
+  )
+
+
+def _dunembed(hidden, unembed, tokens, heat, logprob, entropy, columns):
+  """Gradient [D, C] to columns of the unembedding, float32."""
+  own = unembed[:, tokens].astype(jnp.float32).T
+  own = jnp.sum(hidden.astype(jnp.float32) * own, axis=1) / heat
+  z = bench_rows.exact(hidden, unembed[:, columns]) / heat[:, None]
+  log_p = z - (own - logprob)[:, None]
+  weight = 1 + ENTROPY * (log_p + entropy[:, None])
+  chosen = tokens[:, None] == columns[None, :]
+  dz = (chosen - jnp.exp(log_p) * weight) / heat[:, None]
+  return bench_rows.exact(hidden.T, dz)
+
+
+def _off(got, want):
+  """Relative error of a column."""
+  off = jnp.linalg.norm(got.astype(jnp.float32) - want, axis=0)
+  off = off / jnp.linalg.norm(want, axis=0)
+  return jnp.sqrt(jnp.mean(jnp.square(off)))
 
 
 def logprobs(shape: logprob_shapes.Shape) -> Rows:
@@ -70,10 +116,13 @@ def logprobs(shape: logprob_shapes.Shape) -> Rows:
     'error': (error, *arguments, found),
     'few': (few, *arguments, found),
   }
-  training = shape in logprob_shapes.TRAINING
+  # By name: a CPU's are cut down.
+  training = shape.name in {one.name for one in logprob_shapes.TRAINING}
   if training:
     programs['gradient'] = _gradient(ours), *arguments
-  ready = bench_rows.ahead(programs, {'draw', 'error'})
+    off = _gradient_error, *arguments, found, arguments[:2]
+    programs['gradient error'] = off
+  ready = bench_rows.ahead(programs, {'draw', 'error', 'gradient error'})
   yield None
   yield from _logprobs(shape, ready, bench_rows.draw(ready['draw']), training)
 
@@ -95,7 +144,13 @@ def _logprobs(shape, ready, arguments, training: bool) -> Iterator[Row]:
     return
   size = dict(flops=3 * shape.flops)
   row = Row('token_logprob + gradient', shape.name, 'ours', **size)
-  yield _with_memory(row, ready['gradient'], arguments)
+
+  def error():
+    gradients = ready['gradient'](*arguments)
+    return ready['gradient error'](*arguments, found, gradients)
+
+  own = bench_rows.checked(row, error=error)
+  yield _with_memory(own, ready['gradient'], arguments)
   theirs = dataclasses.replace(row, who='xla')
   yield _with_memory(theirs, *_now(_gradient(naive_logprob), arguments))
 

@@ -64,16 +64,19 @@ class Worker(NamedTuple):
   errors: Any  # file of its standard error
 
 
-def rows(wanted: Sequence[tuple[str, int]], limits: bool) -> Iterator[Any]:
+def rows(
+  wanted: Sequence[tuple[str, int]], limits: bool, seed: int
+) -> Iterator[Any]:
   """Measures shapes of operations; see `bench._here` for what comes.
 
   Args:
     wanted: operations and numbers of their shapes.
     limits: whether to measure the ceilings first.
+    seed: of the data.
   """
   with contextlib.ExitStack() as stack:
     workers = [
-      _start(stack, *part)
+      _start(stack, *part, seed)
       for part in ([(LIMITS, (0,))] if limits else []) + parts(wanted)
     ]
     until = time.monotonic() + COMPILING
@@ -106,12 +109,15 @@ class _Ended(Exception):
 
 
 def _start(
-  stack: contextlib.ExitStack, operation: str, numbers: tuple[int, ...]
+  stack: contextlib.ExitStack,
+  operation: str,
+  numbers: tuple[int, ...],
+  seed: int,
 ) -> Worker:
   errors = stack.enter_context(tempfile.TemporaryFile('w+', errors='replace'))
   command = [sys.executable, '-m', 'pallas_kernels.bench_processes', operation]
   process = subprocess.Popen(
-    command + [str(number) for number in numbers],
+    command + [str(number) for number in (seed, *numbers)],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
     stderr=errors,
@@ -204,7 +210,7 @@ def _say(answer: Any) -> None:
   print(MARK + json.dumps(answer), flush=True)
 
 
-def main(operation: str, *numbers: str) -> None:
+def main(operation: str, seed: str, *numbers: str) -> None:
   """Compiles, says so, waits for a line, and measures."""
   from pallas_kernels import bench
   from pallas_kernels import bench_others
@@ -228,12 +234,13 @@ def main(operation: str, *numbers: str) -> None:
   _say(None)
   if not sys.stdin.readline():
     return  # nobody waits any more
-  for number in list(found):
-    if first[number] is not None:  # it could not begin
-      _say(dataclasses.asdict(first[number]))
-    for row in found.pop(number):
-      _say(dataclasses.asdict(row))
-    _say([operation, number])
+  with bench_rows.seeded(int(seed)):
+    for number in list(found):
+      if first[number] is not None:  # it could not begin
+        _say(dataclasses.asdict(first[number]))
+      for row in found.pop(number):
+        _say(dataclasses.asdict(row))
+      _say([operation, number])
 
 
 if __name__ == '__main__':

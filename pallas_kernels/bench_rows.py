@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 import concurrent.futures
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
@@ -27,6 +29,7 @@ from pallas_kernels import dispatch
 TOLERANCE = 5e-3  # relative, of the norm; bfloat16 rounds to 2^-9
 THREADS = 4  # that compile while the next program is lowered
 SEED = jax.ShapeDtypeStruct((), jnp.uint32)
+_SEED = contextvars.ContextVar('seed of the data', default=1)
 # What nobody times is compiled without timing it, which would use the device.
 UNTIMED = {'xla_gpu_autotune_level': 0}
 WORDS = 120  # characters of an error
@@ -109,9 +112,19 @@ def _ready(one: Any) -> Callable[..., Any]:
   return fails
 
 
-def draw(ready: Callable[..., Any], seed: int = 1) -> Any:
-  """Data of a program that draws them."""
-  return ready(np.uint32(seed))
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+  """Inside, `draw` draws from this seed, 0 to 2^32 - 1."""
+  before = _SEED.set(seed)
+  try:
+    yield
+  finally:
+    _SEED.reset(before)
+
+
+def draw(ready: Callable[..., Any]) -> Any:
+  """Data of a program that draws them, from the seed of `seeded`."""
+  return ready(np.uint32(_SEED.get()))
 
 
 def normal(key: jax.Array, *size: int) -> jax.Array:

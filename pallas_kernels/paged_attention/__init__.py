@@ -268,7 +268,8 @@ def decode_turning(
     (others): see `decode`.
 
   Raises:
-    ValueError: as `decode`, or turns of another shape.
+    ValueError: as `decode`, or turns of another shape, or what `turns_itself`
+      says no kernel can.
   """
   if qkv.ndim != 3 or k_pages.ndim != 4 or v_pages is None:
     raise ValueError(
@@ -294,10 +295,17 @@ def decode_turning(
       f'implementation={implementation!r}: only the GPU kernel turns; turn'
       ' queries and keys before, and call decode'
     )
-  if not q.size:
-    return qkv[:, : -2 * g], k_pages, v_pages
   from pallas_kernels.paged_attention import gpu_decode
 
+  if not gpu_decode.takes(q[:, 0], k_pages, v_pages, table, 0):
+    raise ValueError(
+      f'qkv {qkv.shape}, k_pages {k_pages.shape}, v_pages {v_pages.shape}: the'
+      ' kernel that turns takes K = W to 128'
+      f' and up to {gpu_decode.ROWS - 2} heads of queries to one of keys, with jax'
+      ' 0.11; turn queries and keys before, and call decode'
+    )
+  if not q.size:
+    return qkv[:, : -2 * g], k_pages, v_pages
   return gpu_decode.forward_turning(
     *(qkv, turns, k_pages, v_pages, table, positions),
     scale=float(scale),

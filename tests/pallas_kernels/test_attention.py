@@ -40,6 +40,21 @@ def draw(t, heads, seed=0, dtype=jnp.bfloat16):
   return some(t, h, key), some(t, g, key), v
 
 
+def exact(t, heads, seed=0):
+  """As `draw`, of small integers: what a matmul adds up in a block is exact.
+
+  So are scores, and at the scale of `settings` the weights, of 8 bits each, are
+  within 2^-8 of each other. To merge the blocks rounds at every step.
+  """
+  h, g, key, width = heads
+  rng = np.random.default_rng(seed)
+  some = lambda *size: jnp.asarray(  # noqa: E731
+    rng.integers(-1, 2, (1, t, *size)), jnp.bfloat16
+  )
+  v = None if heads == ABSORBED else some(g, width)
+  return some(h, key), some(g, key), v
+
+
 def settings(heads, **more):
   width = heads[3] if heads == ABSORBED else 0
   return dict(scale=heads[2] ** -0.5, block=BLOCK, width=width) | more
@@ -82,7 +97,7 @@ def bits(array):
 @pytest.mark.parametrize(
   ('name', 'heads'),
   [('reference', GROUPED), ('reference', ABSORBED)]
-  + [('tpu_interpret', GROUPED)]
+  + [('tpu_interpret', heads) for heads in (GROUPED, EXPANDED, ABSORBED)]
   + [
     pytest.param('gpu_interpret', heads, marks=needs_interpreter)
     for heads in (GROUPED, EXPANDED)
@@ -170,8 +185,11 @@ def chunk(name, heads):
   return jax.jit(functools.partial(paged_attention.paged_attention, **sizes))
 
 
-def served(name, q, k, v, cut, heads, seed):
-  """A segment's rows through pages in any order, `cut` queries at a time."""
+def served(name, q, k, v, cut, heads, seed, first=0):
+  """A segment's rows through pages in any order, `cut` queries at a time.
+
+  Of those from `first` on.
+  """
   rng = np.random.default_rng(seed)
   length = q.shape[1]
   count = -(-length // BLOCK)
@@ -186,13 +204,13 @@ def served(name, q, k, v, cut, heads, seed):
 
   cache = pages(k), None if v is None else pages(v), jnp.asarray(table[None])
   found = []
-  for start in range(0, length, cut):
+  for start in range(first, length, cut):
     some = np.zeros((1, cut, *q.shape[2:]), q.dtype)
     some[:, : length - start] = q[:, start : start + cut]
     place = start + np.arange(cut)
     place = jnp.asarray(np.where(place < length, place, -1)[None])
     found.append(chunk(name, heads)(jnp.asarray(some), *cache, place))
-  return jnp.concatenate(found, axis=1)[:, :length]
+  return jnp.concatenate(found, axis=1)[:, : length - first]
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -223,6 +241,22 @@ def test_training_is_prefill_is_decoding(name, before, length, seed):
     cut = 40  # each call takes a while
   found = served(name, *own, cut, GROUPED, seed)
   np.testing.assert_array_equal(bits(found), want)
+
+
+@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('heads', [EXPANDED, ABSORBED])
+def test_latent_heads_are_served_as_trained(name, heads):
+  """Contexts that end within a page and with it: a last query, and chunks."""
+  q, k, v = exact(256, heads)
+  out = bits(packed(name, heads)(q, k, v, segments(256, 101, 128)))
+  for start, length in ((0, 101), (128, 128)):
+    own = [x if x is None else x[:, start : start + length] for x in (q, k, v)]
+    want = out[:, start : start + length]
+    last = served(name, *own, 1, heads, 0, length - 1)
+    np.testing.assert_array_equal(bits(last), want[:, -1:])
+    for cut in (48, 80):
+      found = served(name, *own, cut, heads, cut)
+      np.testing.assert_array_equal(bits(found), want)
 
 
 def test_training_is_decoding_inside_a_gradient():

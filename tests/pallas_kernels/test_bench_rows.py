@@ -1,6 +1,7 @@
 """Rows of single operations: what they measure, on a machine without a GPU."""
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -13,6 +14,7 @@ from pallas_kernels import bench_others
 from pallas_kernels import bench_paged
 from pallas_kernels import bench_rows
 from pallas_kernels import grouped_matmul
+from pallas_kernels import token_logprob
 
 
 def measured(operation, number):
@@ -37,6 +39,38 @@ def test_gated_products_are_checked(monkeypatch):
   sizes = bench.small(bench.CASES['gated matmul'][1][1]).sizes()
   swapped = found['ours'](x, w[:, :, ::-1], sizes)  # the gate is not the first
   assert found['error'](x, w, swapped) > bench.TOLERANCE
+
+
+def of_the_gradient():
+  *_, ours, theirs = measured('token_logprob', 2)
+  assert ours.operation == 'token_logprob + gradient'
+  assert (ours.who, theirs.who) == ('ours', 'xla')
+  return ours
+
+
+def test_gradients_of_logprobs_are_checked():
+  ours = of_the_gradient()
+  assert 0 < ours.error < bench.TOLERANCE and bench.fault(ours) is None
+
+
+@pytest.mark.parametrize(
+  'wrong',
+  [
+    lambda right, *a: (1.01 * right(*a)[0], right(*a)[1]),
+    lambda right, *a: (right(*a)[0], right(*a)[1].at[:, -1].set(0)),
+    # What comes of the entropy, left out.
+    lambda right, *a: right(*a[:2], (a[2][0], 0 * a[2][1])),
+    lambda right, *a: (right(*a)[0].at[3, 5].set(jnp.nan), right(*a)[1]),
+  ],
+  ids=['dhidden', 'dunembed', 'entropy', 'nan'],
+)
+def test_a_wrong_gradient_is_said(monkeypatch, wrong):
+  """Of hidden states alone, of one column alone, of a part, of one number."""
+  right = token_logprob._gradients
+  monkeypatch.setattr(
+    token_logprob, '_gradients', functools.partial(wrong, right)
+  )
+  assert bench.fault(of_the_gradient()).startswith('relative error')
 
 
 def test_a_step_writes_and_attends_in_one_kernel_or_in_two(monkeypatch):

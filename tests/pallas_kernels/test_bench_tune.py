@@ -227,13 +227,13 @@ def test_what_was_found_is_written(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(dispatch, 'platform', lambda: 'gpu')
   found = rows_of(one, **{'default': 1.0, label(A): 0.5, label(B): 0.6})
 
-  def run(names, json_path, *, resume, keep):
-    assert names == ['tune matmul'] and not resume
+  def run(names, json_path, *, resume, keep, seed):
+    assert names == ['tune matmul'] and not resume and seed == 3
     keep += found
     return 0
 
   monkeypatch.setattr(bench, 'run', run)
   path = tmp_path / 'tunings.json'
-  assert bench.tune(path, ['matmul']) == 0
+  assert bench.tune(path, ['matmul'], seed=3) == 0
   assert json.loads(path.read_text()) == {'matmul': {'few 8 8': A}}
   assert f'wrote {path}' in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import io
 import json
 import warnings
 
@@ -212,11 +213,15 @@ def test_what_was_measured_stays_and_is_gone_on_with(
   assert [row['case'] for row in second['rows']] == [
     f'op {i}' for i in (0, 0, 1, 1, 2, 2)
   ]
-  for name in bench.LIMITS:  # of one table
+  for name in (*bench.LIMITS, 'seed'):  # of one table
     assert first[name] == second[name]
   path.write_text(json.dumps(second | {'device': 'an abacus'}))
   with pytest.raises(ValueError, match="device='an abacus'"):
     bench.run(None, path, resume=True)
+  path.write_text(json.dumps(second | {'seed': 5}))
+  assert bench.run(None, path, resume=True, seed=5) == 0
+  with pytest.raises(ValueError, match='has seed=5, and here it is 6'):
+    bench.run(None, path, resume=True, seed=6)
   for text in ('{"rows": [', '[]', '{}', '{"rows": [{"who": "ours"}]}', '\xff'):
     path.write_text(text, encoding='latin-1')
     with pytest.raises(ValueError, match='kernels.json is no table'):
@@ -225,11 +230,66 @@ def test_what_was_measured_stays_and_is_gone_on_with(
     bench.run(None, resume=True)
 
 
+def test_each_run_draws_from_a_seed_of_its_own(monkeypatch, tmp_path, capsys):
+  """The table says which; one that is named draws the same again."""
+  path, drawn = tmp_path / 'kernels.json', []
+  seed_of = lambda: int(bench_rows.draw(lambda seed: seed))  # noqa: E731
+
+  def rows(shape):
+    yield None
+    drawn.append(seed_of())
+    yield bench.Row('op', shape.name, 'ours', seconds=1.0)
+
+  toy(monkeypatch, rows, bench.norm_shapes.TRAINING[:2])
+  outside, seeds = seed_of(), []
+  for _ in range(2):
+    assert bench.run(None, path) == 0
+    seeds.append(json.loads(path.read_text())['seed'])
+    assert f', seed {seeds[-1]}: copies' in capsys.readouterr().out
+  assert seeds[0] != seeds[1]
+  assert bench.main(['--seed', str(seeds[0]), '--json', str(path)]) == 0
+  assert json.loads(path.read_text())['seed'] == seeds[0]
+  assert drawn == [seeds[i] for i in (0, 0, 1, 1, 0, 0)]
+  assert seed_of() == outside
+  for wrong in (-1, 2**32):
+    with pytest.raises(ValueError, match=f'seed={wrong} must be 0 to'):
+      bench.run(seed=wrong)
+
+
+def test_processes_are_given_the_seed(monkeypatch):
+  """And draw from it what they measure."""
+  seeds, said = [], []
+
+  def start(stack, operation, numbers, seed):
+    seeds.append(seed)
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patch:
+    patch.setattr(bench_processes, '_start', start)
+    with pytest.raises(KeyboardInterrupt):
+      bench.run(['norm'], apart=True, seed=11)
+  assert seeds == [11]
+
+  def rows(shape):
+    yield None
+    seed = bench_rows.draw(int)
+    yield bench.Row('op', shape.name, 'ours', seconds=1.0, differing=seed)
+
+  toy(monkeypatch, rows)
+  monkeypatch.setattr(bench_processes, '_say', said.append)
+  monkeypatch.setattr('sys.stdin', io.StringIO('go\n'))
+  showwarning = warnings.showwarning
+  monkeypatch.setattr(warnings, 'showwarning', showwarning)
+  bench_processes.main('op', '11', '0')
+  ready, row, ended = said
+  assert ready is None and ended == ['op', 0] and row['differing'] == 11
+
+
 def test_what_measures_ends_with_the_report(monkeypatch, tmp_path):
   """Else processes would live as long as somebody looks at the error."""
   closed = []
 
-  def source(wanted, limits):
+  def source(wanted, limits, seed):
     try:
       yield dict.fromkeys(bench.LIMITS, 1.0)
     finally:

@@ -214,6 +214,29 @@ def test_decode_that_turns(monkeypatch):
   assert out.shape == (0, 6, 64) and pages[0] is k_pages
 
 
+@pytest.mark.parametrize(
+  ('heads', 'key', 'width', 'interprets'),
+  [(63, 64, 64, True), (2, 128, 64, True), (2, 64, 64, False)],
+  ids=['many heads', 'narrow values', 'jax 0.10'],
+)
+def test_what_turns_nothing_says_so(heads, key, width, interprets, monkeypatch):
+  """Before anything is lowered; what `decode` takes is not always turned."""
+  monkeypatch.setattr(mosaic, 'interprets', lambda: interprets)
+  monkeypatch.setattr(gpu_decode, 'forward_turning', None)
+  some = lambda *size: jnp.zeros(size, jnp.bfloat16)  # noqa: E731
+  with pytest.raises(
+    ValueError,
+    match=rf'qkv \(1, {heads + 2}, {key}\).*K = W to 128 and up to 62 heads',
+  ):
+    ops.decode_turning(
+      *(some(1, heads + 2, key), jnp.ones((1, key))),
+      *(some(2, 64, 1, size) for size in (key, width)),
+      *(jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32)),
+      scale=0.1,
+      implementation='gpu_interpret',
+    )
+
+
 @needs_interpreter
 def test_decode_that_turns_lowers_for_cuda():
   some = lambda *size: jax.ShapeDtypeStruct(size, jnp.bfloat16)  # noqa: E731

@@ -71,6 +71,23 @@ def test_values_and_gradients(name, monkeypatch):
     assert off <= 4e-3 * np.linalg.norm(exact)  # bfloat16 rounds to 2^-9
 
 
+@pytest.mark.parametrize('gradient', [False, True])
+def test_logits_are_never_held(gradient):
+  """By what XLA sets aside: a tenth of what whole logits take, or less."""
+  t, v = 1024, 65536
+  arguments = jax.eval_shape(lambda: draw(t, v))
+
+  def memory(function):
+    total = lambda *a: sum(map(jnp.sum, function(*a)))  # noqa: E731
+    run = jax.jit(jax.grad(total, (0, 1)) if gradient else function)
+    compiled = run.lower(*arguments).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  ours = lambda *a: ops.token_logprob(*a, implementation='reference')  # noqa: E731
+  assert memory(by_hand) >= 4 * t * v
+  assert memory(ours) <= memory(by_hand) / 10
+
+
 def draw_kept(tokens, v, most=6):
   """Ids [T, most] with the token among them; every third row keeps all."""
   rng = np.random.default_rng(1)
