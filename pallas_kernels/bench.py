@@ -347,9 +347,7 @@ def tune(
   rows: list[Row] = []
   code = run(names, json_path, resume=resume, keep=rows, seed=seed)
   found = bench_tune.tunings(rows, [c for n in names for c in cases(n)[1]])
-  new = path.with_name(path.name + '.new')
-  new.write_text(bench_tune.text(found), encoding='utf-8')
-  os.replace(new, path)
+  _replace(path, bench_tune.text(found))
   print(
     f'wrote {path}; as pallas_kernels/tunings/{dispatch.device_key()}.json it is'
     ' what models get on such a device'
@@ -379,9 +377,13 @@ def fault(row: Row) -> str | None:
 
 
 def _write(path: pathlib.Path, table: dict[str, Any]) -> None:
+  _replace(path, json.dumps(table, indent=1))
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
   """Whole or not at all: whoever is cut off goes on from what is there."""
   new = path.with_name(path.name + '.new')
-  new.write_text(json.dumps(table, indent=1), encoding='utf-8')
+  new.write_text(text, encoding='utf-8')
   os.replace(new, path)
 
 

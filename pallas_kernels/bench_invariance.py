@@ -25,6 +25,7 @@ from pallas_kernels import attention
 from pallas_kernels import bench_rows
 from pallas_kernels import bench_shapes
 from pallas_kernels import bench_time
+from pallas_kernels import bench_tune
 from pallas_kernels import dispatch
 from pallas_kernels import grouped_matmul
 from pallas_kernels import matmul
@@ -143,11 +144,6 @@ def _named() -> str | None:
   return None if device == 'cpu' else device
 
 
-def _normal(seed: Any, place: int, *size: int) -> jax.Array:
-  key = jax.random.fold_in(jax.random.key(seed), place)
-  return bench_rows.normal(key, *size)
-
-
 # --- Operations --------------------------------------------------------------
 
 
@@ -156,14 +152,7 @@ def _tiles(rows_: int) -> dict[str, Any]:
   from pallas_kernels.grouped_matmul import gpu
 
   if rows_ > 1024:
-    changes = (
-      dict(stages=3, slots=4),
-      dict(stages=3, slots=1, panel=4),
-      dict(panel=16),
-      dict(columns=192),
-      dict(rows=128, columns=128, stages=3, slots=1),
-      dict(columns=128, stages=6),
-    )
+    changes = (*bench_tune.MANY, dict(columns=128, stages=6))
   else:
     changes = (
       dict(),
@@ -188,8 +177,14 @@ def _grouped(shape: grouped_shapes.Shape) -> Trial:
   run = grouped_matmul.grouped_matmul
 
   def draw(seed):
-    w = _normal(seed, 2, shape.groups, shape.k, shape.n) * jnp.bfloat16(0.02)
-    return _normal(seed, 1, shape.rows, shape.k), w, jnp.asarray(sizes)
+    w = bench_rows.normal_at(
+      seed, 2, shape.groups, shape.k, shape.n
+    ) * jnp.bfloat16(0.02)
+    return (
+      bench_rows.normal_at(seed, 1, shape.rows, shape.k),
+      w,
+      jnp.asarray(sizes),
+    )
 
   def some(y, x, w, group_sizes):
     del group_sizes
@@ -214,8 +209,8 @@ def _matmul(shape: matmul_shapes.Shape) -> Trial:
   run = matmul.matmul
 
   def draw(seed):
-    x = _normal(seed, 1, shape.rows, shape.k)
-    return x, _normal(seed, 2, shape.k, shape.n)
+    x = bench_rows.normal_at(seed, 1, shape.rows, shape.k)
+    return x, bench_rows.normal_at(seed, 2, shape.k, shape.n)
 
   def some(y, x, w):
     return y[::-3], run(x[::-3], w)
@@ -228,8 +223,15 @@ def _attention(shape: attention_shapes.Shape) -> Trial:
   more = dict(scale=shape.key**-0.5, width=shape.width if shape.shared else 0)
 
   def draw(seed):
-    v = None if shape.shared else _normal(seed, 3, b, t, g, shape.width)
-    q, k = (_normal(seed, i, b, t, n, shape.key) for i, n in ((1, h), (2, g)))
+    v = (
+      None
+      if shape.shared
+      else bench_rows.normal_at(seed, 3, b, t, g, shape.width)
+    )
+    q, k = (
+      bench_rows.normal_at(seed, i, b, t, n, shape.key)
+      for i, n in ((1, h), (2, g))
+    )
     return q, k, v
 
   def run(q, k, v, block=shape.block, tiles=None):
@@ -270,13 +272,17 @@ def _paged(shape: paged_shapes.Shape) -> Trial:
 
   def draw(seed):
     size = n * shape.tokens, g
-    v = None if shape.shared else _normal(seed, 3, *size, shape.width)
+    v = (
+      None
+      if shape.shared
+      else bench_rows.normal_at(seed, 3, *size, shape.width)
+    )
     first = jnp.arange(n) * 37 % max(shape.tokens // 2, 1)
     first = jnp.minimum(first + shape.tokens // 2, shape.tokens - shape.queries)
     positions = first[:, None] + jnp.arange(shape.queries)[None, :]
     return (
-      _normal(seed, 1, n, shape.queries, h, shape.key),
-      _normal(seed, 2, *size, shape.key),
+      bench_rows.normal_at(seed, 1, n, shape.queries, h, shape.key),
+      bench_rows.normal_at(seed, 2, *size, shape.key),
       v,
       positions.astype(jnp.int32),
     )
@@ -323,8 +329,11 @@ def _token_logprob(shape: logprob_shapes.Shape) -> Trial:
 
   def draw(seed):
     tokens = jax.random.randint(jax.random.key(seed + 1), (t,), 0, v)
-    unembed = _normal(seed, 2, d, v) * jnp.bfloat16(2 / d**0.5)
-    hidden, heat = _normal(seed, 1, t, d), jnp.linspace(0.5, 1.5, t)
+    unembed = bench_rows.normal_at(seed, 2, d, v) * jnp.bfloat16(2 / d**0.5)
+    hidden, heat = (
+      bench_rows.normal_at(seed, 1, t, d),
+      jnp.linspace(0.5, 1.5, t),
+    )
     return hidden, unembed, tokens, heat
 
   tilings = {}
@@ -358,8 +367,8 @@ def _norm(shape: norm_shapes.Shape) -> Trial:
   run = norm.rms_norm
 
   def draw(seed):
-    x = _normal(seed, 1, shape.rows, shape.depth)
-    return x, _normal(seed, 2, shape.depth)
+    x = bench_rows.normal_at(seed, 1, shape.rows, shape.depth)
+    return x, bench_rows.normal_at(seed, 2, shape.depth)
 
   def some(y, x, scale):
     return y[::-3], run(x[::-3], scale)

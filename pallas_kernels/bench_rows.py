@@ -131,6 +131,11 @@ def normal(key: jax.Array, *size: int) -> jax.Array:
   return jax.random.normal(key, size, jnp.bfloat16)
 
 
+def normal_at(seed: Any, place: int, *size: int) -> jax.Array:
+  """Of arguments that are drawn apart the one of this number."""
+  return normal(jax.random.fold_in(jax.random.key(seed), place), *size)
+
+
 def keys(seed: Any, count: int) -> jax.Array:
   return jax.random.split(jax.random.key(seed), count)
 

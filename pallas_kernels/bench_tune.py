@@ -250,11 +250,6 @@ def choose(
 # --- Candidates -----------------------------------------------------------------
 
 
-def _normal(seed: Any, place: int, *size: int) -> jax.Array:
-  key = jax.random.fold_in(jax.random.key(seed), place)
-  return bench_rows.normal(key, *size)
-
-
 FEW = (
   dict(columns=32, depth=64, stages=12),
   dict(columns=32, depth=128, stages=12),
@@ -326,8 +321,10 @@ def _grouped() -> Iterator[Case]:
       size = (k, 2, n) if gated else (k, n)
 
       def draw(seed, shape=shape, size=size):
-        w = _normal(seed, 2, shape.groups, *size) * jnp.bfloat16(0.02)
-        x = _normal(seed, 1, shape.rows, shape.k)
+        w = bench_rows.normal_at(seed, 2, shape.groups, *size) * jnp.bfloat16(
+          0.02
+        )
+        x = bench_rows.normal_at(seed, 1, shape.rows, shape.k)
         return x, w, jnp.asarray(shape.sizes())
 
       yield Case(
@@ -342,8 +339,10 @@ def _grouped() -> Iterator[Case]:
   for shape in grouped_shapes.TRAINING:
 
     def draw_many(seed, shape=shape):
-      w = _normal(seed, 2, shape.groups, shape.k, shape.n) * jnp.bfloat16(0.02)
-      x = _normal(seed, 1, shape.rows, shape.k)
+      w = bench_rows.normal_at(
+        seed, 2, shape.groups, shape.k, shape.n
+      ) * jnp.bfloat16(0.02)
+      x = bench_rows.normal_at(seed, 1, shape.rows, shape.k)
       return x, w, jnp.asarray(shape.sizes())
 
     yield Case(
@@ -361,7 +360,9 @@ def _dense() -> Iterator[Case]:
     for rows_ in FEW_ROWS:
 
       def draw(seed, rows_=rows_, k=k, n=n):
-        return _normal(seed, 1, rows_, k), _normal(seed, 2, k, n)
+        return bench_rows.normal_at(seed, 1, rows_, k), bench_rows.normal_at(
+          seed, 2, k, n
+        )
 
       yield Case(
         grouped_matmul.ONE,
@@ -388,7 +389,10 @@ def _attention() -> Iterator[Case]:
       sizes = (shape.heads, shape.key), (shape.groups, shape.key)
       sizes = (*sizes, (shape.groups, shape.width))
       b, t = shape.rows, shape.tokens
-      arrays = [_normal(seed, i, b, t, *size) for i, size in enumerate(sizes)]
+      arrays = [
+        bench_rows.normal_at(seed, i, b, t, *size)
+        for i, size in enumerate(sizes)
+      ]
       return *arrays, jnp.ones((b, t), jnp.int32)
 
     kind = 'long' if shape.tokens >= gpu_tiles.LONG else 'short'
@@ -401,8 +405,8 @@ def _logprobs() -> Iterator[Case]:
     d, v = shape.depth, shape.vocabulary
 
     def draw(seed, rows_, d=d, v=v):
-      unembed = _normal(seed, 2, d, v) * jnp.bfloat16(2 / d**0.5)
-      return _normal(seed, 1, rows_, d), unembed, jnp.ones(rows_)
+      unembed = bench_rows.normal_at(seed, 2, d, v) * jnp.bfloat16(2 / d**0.5)
+      return bench_rows.normal_at(seed, 1, rows_, d), unembed, jnp.ones(rows_)
 
     for kind, rows_ in (('few', 64), ('whole', 256)):
       yield Case(
@@ -432,8 +436,8 @@ def _paged() -> Iterator[Case]:
     first = jnp.arange(n) * tile % tokens
     positions = first[:, None] + jnp.arange(tile)[None, :]
     return (
-      _normal(seed, 1, n * tile, heads, size),
-      *(_normal(seed, i, *pages) for i in (2, 3)),
+      bench_rows.normal_at(seed, 1, n * tile, heads, size),
+      *(bench_rows.normal_at(seed, i, *pages) for i in (2, 3)),
       positions.astype(jnp.int32),
     )
 
