@@ -21,6 +21,7 @@ start's on a CPU, SmolLM2-135M's elsewhere, unless named) or of a checkpoint:
 
 With --compare instead of these: a decode step in `fast` and in `bitwise`, in turns.
 
+On an accelerator everything compiles side by side before anything is measured.
 Every line is printed, and the file written, as soon as it is measured.
 """
 
@@ -30,6 +31,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent import futures
 import dataclasses
+import functools
 import importlib.util
 import json
 import pathlib
@@ -42,6 +44,7 @@ import numpy as np
 
 from composer import config as config_lib
 from composer import records
+from composer.bench import ahead as ahead_lib
 from composer.bench import engine_load
 from composer.bench import engine_roofline
 from composer.bench import engine_shapes
@@ -130,14 +133,49 @@ def _rows(shape: Shape, numerics, batch: int) -> int:
 # --- batches ------------------------------------------------------------------
 
 
-def measure_batch(
-  shape: Shape, numerics, params, batch: int, ceilings
-) -> Batch:
-  """`batch` requests at once through the whole engine; medians."""
+@dataclasses.dataclass(frozen=True)
+class Warm:
+  """An engine that has compiled all it will run, and what that took."""
+
+  engine: engine_lib.Engine
+  programs: int
+  seconds: float
+
+  def close(self) -> None:
+    self.engine.close()
+
+
+def warm(
+  model: config_lib.ModelConfig,
+  numerics: config_lib.NumericsConfig,
+  config: config_lib.EngineConfig,
+  params: Any,
+) -> Warm:
+  """Of prepared parameters, as version 0; close it."""
+  engine = engine_lib.Engine(model, numerics, config)
+  try:
+    engine.activate(0, params)
+    started = time.perf_counter()
+    programs = engine.warm_up(seconds=ahead_lib.LIMIT_S)
+    return Warm(engine, programs, time.perf_counter() - started)
+  except BaseException:
+    engine.close()
+    raise
+
+
+def warm_batch(shape: Shape, numerics, params, batch: int) -> Warm:
+  """What `measure_batch` measures."""
   rows = _rows(shape, numerics, batch)
   context = shape.prompt + shape.new
   config = engine_config(batch, context, numerics.kv_block, rows)
-  engine = engine_lib.Engine(shape.model, numerics, config)
+  return warm(shape.model, numerics, config, params)
+
+
+def measure_batch(
+  shape: Shape, numerics, ceilings, batch: int, ready: Warm
+) -> Batch:
+  """`batch` requests at once through the whole engine; medians; closes it."""
+  engine = ready.engine
   rng = np.random.default_rng(0)
 
   def seconds(new: int) -> float:
@@ -159,14 +197,10 @@ def measure_batch(
     return time.perf_counter() - started
 
   try:
-    engine.activate(0, params)
-    started = time.perf_counter()
-    count = engine.warm_up()
-    compiled = time.perf_counter() - started
     seconds(shape.new)
     times = [(seconds(1), seconds(shape.new)) for _ in range(REPEATS)]
   finally:
-    engine.close()
+    ready.close()
   first, whole = np.median(times, axis=0)
   decoding = max(whole - first, 1e-9)
   ideal = engine_roofline.decode_seconds(
@@ -183,31 +217,48 @@ def measure_batch(
     prompt_per_s=float(batch * shape.prompt / first),
     products=float(flops / first / ceilings.flops_per_s),
     transformers=measure_transformers(shape, batch),
-    compilations=count,
-    compile_s=compiled,
+    compilations=ready.programs,
+    compile_s=ready.seconds,
   )
 
 
-def measure_recording(shape: Shape, numerics, params, batch: int) -> float:
+Recording = tuple[dict[bool, Callable[..., Any]], int]
+
+
+def compile_recording(shape: Shape, numerics, params, batch: int) -> Recording:
+  """(decode steps by whether they record, pages): what is measured next."""
+  run, pages = decoding(shape, numerics, batch)
+  cache = jax.eval_shape(
+    lambda: transformer.init_cache(shape.model, numerics, pages)
+  )
+  run = jax.jit(run, static_argnums=2, donate_argnums=1)
+  return {
+    record: run.lower(params, cache, record).compile()
+    for record in (False, True)
+  }, pages
+
+
+def measure_recording(
+  shape: Shape, numerics, params, programs: Recording
+) -> float:
   """Time of decode steps with logprobs and routes, over that without.
 
   The median of pairs that run one right after the other, now this one first and
   now that one, so that what else the machine does meets both. What of recording
   the host does runs beside the device.
   """
-  run, pages = decoding(shape, numerics, batch)
+  steps, pages = programs
   cache = transformer.init_cache(shape.model, numerics, pages)
-  run = jax.jit(run, static_argnums=2, donate_argnums=1)
   ratios = []
   for turn in range(PAIRS + 1):
     took = {}
     for record in (False, True) if turn % 2 else (True, False):
       started = time.perf_counter()
-      out, cache, _ = run(params, cache, record)
+      out, cache, _ = steps[record](params, cache)
       jax.block_until_ready((out, cache))
       took[record] = time.perf_counter() - started
     ratios.append(took[True] / took[False])
-  return float(np.median(ratios[1:]))  # the first pair compiles
+  return float(np.median(ratios[1:]))  # the first finds nothing in any cache
 
 
 def decoding(
@@ -400,28 +451,82 @@ def run(
     return 0
   served, numerics, params = setup(name, where, mode or '')
   _say(f'{served.what}; {numerics.mode}, {numerics.compute}, on {device}')
+  keep(device=device, model=served.what, jax=jax.__version__)
+  keep(numerics=dataclasses.asdict(numerics))
+  ahead = ahead_lib.ahead(_say)
+  try:
+    works = _works(served, numerics, params, trace)
+    if compiles_ahead():
+      for what, work in works.items():
+        ahead.start(what, work)
+      ahead.wait_all()
+    ready = {
+      what: lambda what=what, work=work: ahead.wait(what) or work()
+      for what, work in works.items()
+    }
+    _measure(served, numerics, params, trace, ready, keep)
+  finally:
+    ahead.close()
+  return 0
+
+
+def compiles_ahead() -> bool:
+  """Whether there are cores to do it side by side."""
+  return dispatch.platform() != 'cpu'
+
+
+def _works(
+  shape: Shape, numerics, params, trace
+) -> dict[str, Callable[[], Any]]:
+  """By name, what makes ready what is measured, in the order of that."""
+  works: dict[str, Callable[[], Any]] = {}
+  for batch in shape.batches:
+    works[f'batch {batch}'] = functools.partial(
+      warm_batch, shape, numerics, params, batch
+    )
+  works['recording'] = functools.partial(
+    compile_recording, shape, numerics, params, shape.batches[-1]
+  )
+  if shape.whole:
+    rows = 128 if dispatch.platform() == 'cpu' else 512
+    config = engine_load.engine_config(trace, numerics, rows)
+    works['sessions'] = functools.partial(
+      warm, shape.model, numerics, config, params
+    )
+  return works
+
+
+def _measure(
+  shape: Shape,
+  numerics,
+  params,
+  trace: engine_load.Trace,
+  ready: dict[str, Callable[[], Any]],
+  keep: Callable[..., None],
+) -> None:
+  """All three parts, of what `ready` gives by name."""
   ceilings = engine_roofline.measure(numerics)
   _say(
     f'ceilings: {ceilings.bytes_per_s / 1e9:,.0f} GB/s,'
     f' {ceilings.flops_per_s / 1e12:,.2f} TFLOP/s'
   )
-  keep(device=device, model=served.what, jax=jax.__version__)
-  keep(numerics=dataclasses.asdict(numerics))
   keep(ceilings=dataclasses.asdict(ceilings))
-  _say(f'{served.prompt} tokens of a prompt, {served.new} sampled\n{HEADER}')
+  _say(f'{shape.prompt} tokens of a prompt, {shape.new} sampled\n{HEADER}')
   measured: list[Batch] = []
-  for batch in served.batches:
-    measured.append(measure_batch(served, numerics, params, batch, ceilings))
+  for batch in shape.batches:
+    one = ready[f'batch {batch}']()
+    measured.append(measure_batch(shape, numerics, ceilings, batch, one))
     _say(batch_line(measured[-1]))
     keep(batches=[dataclasses.asdict(b) for b in measured])
-  largest = served.batches[-1]
-  recording = measure_recording(served, numerics, params, largest)
-  _say(f'recording at batch {largest}: {recording - 1:+.1%} of a step')
+  recording = measure_recording(shape, numerics, params, ready['recording']())
+  _say(
+    f'recording at batch {shape.batches[-1]}: {recording - 1:+.1%} of a step'
+  )
   keep(recording=recording)
-  if served.whole:
-    rows = 128 if on_cpu else 512
+  if shape.whole:
+    engine = ready['sessions']().engine
     sessions = engine_load.measure(
-      served.model, numerics, params, trace, ceilings, rows
+      shape.model, numerics, trace, ceilings, engine
     )
     _say(engine_load.table(trace, sessions))
     keep(sessions=dataclasses.asdict(sessions))
@@ -430,7 +535,6 @@ def run(
   if doubt:
     _say(doubt)
   keep(ceilings_again=dataclasses.asdict(again), doubt=doubt)
-  return 0
 
 
 def doubtful(

@@ -15,7 +15,6 @@ import dataclasses
 import json
 import pathlib
 import time
-from typing import Any
 import zlib
 
 import numpy as np
@@ -118,31 +117,33 @@ def context(trace: Trace) -> int:
   return max(sum(t.prompt + t.new for t in session) for session in trace)
 
 
-def measure(
-  model: config_lib.ModelConfig,
-  numerics: config_lib.NumericsConfig,
-  params: Any,
-  trace: Trace,
-  ceilings: engine_roofline.Ceilings,
-  rows: int,
-) -> Served:
-  """Plays the trace once to warm up and once for the figures.
-
-  `rows` of a step; the engine takes all sessions at once, up to 128.
-  """
+def engine_config(
+  trace: Trace, numerics: config_lib.NumericsConfig, rows: int
+) -> config_lib.EngineConfig:
+  """Of an engine that takes all sessions at once, up to 128; `rows` of a step."""
   block = numerics.kv_block
   most = -(-context(trace) // block) * block
   sequences = min(len(trace), 128)
-  config = config_lib.EngineConfig(
+  return config_lib.EngineConfig(
     rows=rows,
     sequences=sequences,
     pages=sequences * most // block + 1,
     max_context=most,
   )
-  engine = engine_lib.Engine(model, numerics, config)
+
+
+def measure(
+  model: config_lib.ModelConfig,
+  numerics: config_lib.NumericsConfig,
+  trace: Trace,
+  ceilings: engine_roofline.Ceilings,
+  engine: engine_lib.Engine,
+) -> Served:
+  """Plays the trace once to warm up and once for the figures; closes the engine.
+
+  `engine` is of `engine_config`, and has compiled what it will run.
+  """
   try:
-    engine.activate(0, params)
-    engine.warm_up()
     asyncio.run(_play(engine, model, trace, seed=1))
     before = engine.stats
     started = time.perf_counter()
@@ -156,7 +157,7 @@ def measure(
   prompts = sum(sum(p.prompts) for p in played)
   occupied = (stats.occupied - before.occupied) / max(steps, 1)
   ideal = engine_roofline.decode_seconds(
-    model, numerics, max(round(occupied), 1), most / 2, ceilings
+    model, numerics, max(round(occupied), 1), context(trace) / 2, ceilings
   )
   return Served(
     seconds=seconds,

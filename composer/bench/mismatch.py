@@ -27,6 +27,7 @@ import numpy as np
 from composer import config as config_lib
 from composer import params as params_lib
 from composer import records
+from composer.bench import ahead as ahead_lib
 from composer.bench import mismatch_compile as compile_lib
 from composer.bench import mismatch_inputs as inputs
 from composer.inference import engine as engine_lib
@@ -437,7 +438,7 @@ def run(
   plans, waves = inputs.load(
     tokens, model.vocab_size, experiment.engine, numerics.kv_block
   )
-  ahead = compile_lib.ahead(say)
+  ahead = ahead_lib.ahead(say)
   try:
     # On a CPU it would take the time from what runs.
     start = _start if dispatch.platform() != 'cpu' else lambda *_: None
@@ -506,7 +507,7 @@ def _report(
 
 
 def _start(
-  ahead: compile_lib.Ahead,
+  ahead: ahead_lib.Ahead,
   sides: dict[str, Side],
   stages: Sequence[inputs.Stage] = (),
   batch: Any = None,

@@ -1,17 +1,9 @@
-"""What `composer bench mismatch` will run, compiled side by side before it is.
-
-On an accelerator compiling takes minutes, one thread a program, and measuring
-seconds. So everything starts to compile at once, with arguments of the right
-shapes and nothing in them, while the model is still being trained. Who needs a
-program waits for that one and gets it.
-"""
+"""What `composer bench mismatch` compiles while its model is still being trained."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent import futures
+from collections.abc import Iterator
 import contextlib
-import dataclasses
 from typing import Any
 
 import jax
@@ -21,63 +13,11 @@ import numpy as np
 from composer import config as config_lib
 from composer import params as params_lib
 from composer import records
+from composer.bench import ahead
 from composer.bench import mismatch_inputs as inputs
 from composer.inference import engine as engine_lib
 from composer.model import transformer
 from composer.rl import trainer
-
-THREADS = 12
-LIMIT_S = 900.0  # of one program, in which it has to be compiled
-
-
-@dataclasses.dataclass
-class Ahead:
-  """Names of what is compiled, and how far each is; close it in the end."""
-
-  pool: futures.ThreadPoolExecutor
-  say: Callable[[str], None]
-  found: dict[str, futures.Future]
-
-  def start(self, name: str, work: Callable[[], Any]) -> None:
-    """`work()` compiles what has that name, and gives it."""
-
-    def run() -> Any:
-      done = work()
-      self.say(f'compiled: {name}')
-      return done
-
-    self.found[name] = self.pool.submit(run)
-
-  def wait(self, name: str) -> Any:
-    """What was compiled, once; None where it was never started.
-
-    Raises:
-      TimeoutError: it takes longer than `LIMIT_S`.
-    """
-    if name not in self.found:
-      return None
-    self._until([name])
-    return self.found.pop(name).result()
-
-  def wait_all(self) -> None:
-    """Until nothing is being compiled: that would take time from a measurement."""
-    self._until(list(self.found))
-
-  def _until(self, names: list[str]) -> None:
-    waiting = [self.found[name] for name in names]
-    late = futures.wait(waiting, LIMIT_S).not_done
-    if late:
-      name = next(n for n in names if self.found[n] in late)
-      raise TimeoutError(f'{name} is not compiled within {LIMIT_S:.0f} s')
-
-  def close(self) -> None:
-    """Breaks off what has not begun, and stops engines that nobody took."""
-    self.pool.shutdown(cancel_futures=True)
-    for future in self.found.values():
-      if future.cancelled() or future.exception() is not None:
-        continue
-      if isinstance(future.result(), engine_lib.Engine):
-        future.result().close()
 
 
 @contextlib.contextmanager
@@ -96,11 +36,6 @@ def compilations() -> Iterator[list[float]]:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def ahead(say: Callable[[str], None]) -> Ahead:
-  """Nothing yet, and threads."""
-  return Ahead(futures.ThreadPoolExecutor(THREADS), say, {})
-
-
 def stage(stage: inputs.Stage, batch: Any) -> Any:
   """The training step of a stage; `batch` is one of those to come."""
   params = params_lib.abstract(transformer.spec(stage.model))
@@ -117,7 +52,7 @@ def engine(experiment: config_lib.Experiment) -> engine_lib.Engine:
     empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     one.activate(0, engine_lib.widen(empty))
     one.wait_active(0)
-    one.warm_up(seconds=LIMIT_S)
+    one.warm_up(seconds=ahead.LIMIT_S)
   except BaseException:
     one.close()
     raise

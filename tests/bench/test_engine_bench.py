@@ -85,9 +85,9 @@ def test_sessions_are_served_and_measured():
     2, 3, turns=2, system=8, task=4, observation=4, new=4, pause=0.01
   )
   params = params_lib.init(transformer.spec(model), jax.random.key(0))
-  served = engine_load.measure(
-    model, NUMERICS, params, trace, CEILINGS, rows=16
-  )
+  config = engine_load.engine_config(trace, NUMERICS, 16)
+  ready = bench.warm(model, NUMERICS, config, params)
+  served = engine_load.measure(model, NUMERICS, trace, CEILINGS, ready.engine)
   assert served.compilations == 0 and served.preempted == 0
   assert 0.2 < served.hit_rate < 1 and served.pages > 0
   assert served.sampled_per_s > 0 and served.roofline > 0
@@ -171,7 +171,8 @@ def test_an_engine_is_measured():
   shape = engine_shapes.Shape(presets.TINY, 'tiny', (2,), prompt=6, new=5)
   numerics = dataclasses.replace(NUMERICS, row_block=64)  # one shape
   params = params_lib.init(transformer.spec(shape.model), jax.random.key(0))
-  found = bench.measure_batch(shape, numerics, params, 2, CEILINGS)
+  ready = bench.warm_batch(shape, numerics, params, 2)
+  found = bench.measure_batch(shape, numerics, CEILINGS, 2, ready)
   assert found.compilations == 1 and found.compile_s > 0
   assert found.tokens_per_s > 0 and found.decode_per_s > 0
   assert found.roofline > 0 and found.products > 0 and found.prompt_per_s > 0
@@ -180,26 +181,34 @@ def test_an_engine_is_measured():
 @pytest.fixture
 def small(monkeypatch):
   """The command on a tiny model, few turns and ceilings that are given."""
-  shape = engine_shapes.Shape(
-    presets.TINY, 'tiny', (2,), prompt=6, new=12, whole=False
-  )
+  shape = engine_shapes.Shape(presets.TINY, 'tiny', (2,), prompt=6, new=12)
+  trace = engine_load.draw(1, 2, turns=2, system=8, task=4, new=4, pause=0.01)
+  monkeypatch.setattr(engine_load, 'DEFAULT', trace)
   monkeypatch.setitem(engine_shapes.SHAPES, 'quickstart', shape)
   monkeypatch.setattr(bench, 'PAIRS', 2)
   monkeypatch.setattr(bench, 'REPEATS', 1)
   monkeypatch.setattr(engine_roofline, 'measure', lambda numerics: CEILINGS)
 
 
-def test_the_whole_command(small, tmp_path, capsys):
+@pytest.mark.parametrize('ahead', (False, True))
+def test_the_whole_command(small, tmp_path, capsys, monkeypatch, ahead):
   """Every part of it runs, is printed, and stands in the file.
 
-  But for sessions, which are measured above.
+  Also where all of it compiles first, as on an accelerator.
   """
+  monkeypatch.setattr(bench, 'compiles_ahead', lambda: ahead)
   path = tmp_path / 'engine.json'
   assert bench.run(path) == 0
   found = json.loads(path.read_text())
   assert [one['batch'] for one in found['batches']] == [2]
-  assert found['recording'] > 0 and 'sessions' not in found  # not whole
-  assert 'recording at batch 2' in capsys.readouterr().out
+  assert found['recording'] > 0 and found['sessions']['compilations'] == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert any(line.startswith('recording at batch 2') for line in lines)
+  compiled = [line for line in lines if line.startswith('compiled: ')]
+  assert len(compiled) == (3 if ahead else 0)
+  assert not compiled or lines.index(compiled[-1]) < next(
+    n for n, line in enumerate(lines) if line.startswith('ceilings')
+  )
 
 
 def test_modes_are_compared(small, tmp_path, capsys):

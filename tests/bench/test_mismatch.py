@@ -9,8 +9,8 @@ import pytest
 
 from composer import config as config_lib
 from composer import params as params_lib
+from composer.bench import ahead as ahead_lib
 from composer.bench import mismatch
-from composer.bench import mismatch_compile
 from composer.bench import mismatch_inputs
 from composer.model import presets
 from composer.model import transformer
@@ -137,7 +137,7 @@ def test_there_are_more_crowds_the_more_is_sampled():
 
 def test_what_is_compiled_ahead_measures_the_same(found, params, sides):
   """And nothing is compiled while it is measured."""
-  ahead = mismatch_compile.ahead(lambda line: None)
+  ahead = ahead_lib.ahead(lambda line: None)
   one = {'bitwise': sides['bitwise']}
   try:
     mismatch._start(ahead, one)

@@ -11,6 +11,7 @@ import pytest
 from composer import config as config_lib
 from composer import params as params_lib
 from composer import records
+from composer.bench import ahead as ahead_lib
 from composer.bench import mismatch_compile
 from composer.inference import engine as engine_lib
 from composer.model import presets
@@ -67,7 +68,7 @@ def test_a_blank_batch_is_full():
 
 def test_waiting(monkeypatch):
   said, go = [], threading.Event()
-  ahead = mismatch_compile.ahead(said.append)
+  ahead = ahead_lib.ahead(said.append)
 
   def fail():
     raise ValueError('no such shape')
@@ -80,7 +81,7 @@ def test_waiting(monkeypatch):
       ahead.wait('bad')
     assert not said
     with monkeypatch.context() as short:
-      short.setattr(mismatch_compile, 'LIMIT_S', 0.01)
+      short.setattr(ahead_lib, 'LIMIT_S', 0.01)
       with pytest.raises(TimeoutError, match='slow is not compiled within'):
         ahead.wait('slow')
     go.set()
@@ -94,7 +95,7 @@ def test_an_engine_that_nobody_took_is_stopped():
   config = config_lib.EngineConfig(
     sequences=2, pages=8, max_context=24, rows=16
   )
-  ahead = mismatch_compile.ahead(lambda line: None)
+  ahead = ahead_lib.ahead(lambda line: None)
   one = engine_lib.Engine(EXPERIMENT.model, EXPERIMENT.numerics, config)
   ahead.start('engine', lambda: one)
   ahead.start('bad', lambda: 1 // 0)
