@@ -19,17 +19,19 @@ start's on a CPU, SmolLM2-135M's elsewhere, unless named) or of a checkpoint:
             their prompts, with tools that take their time; not of a shape of which
             only some layers are taken
 
-With --compare instead of these: a decode step in `fast` and in `bitwise`, in turns.
+With --compare instead of these: decode steps, and then the whole engine, in `fast`
+and in `bitwise`, in turns (`engine_compare`).
 
-On an accelerator everything compiles side by side before anything is measured.
-Every line is printed, and the file written, as soon as it is measured.
+What is measured compiles just before, and nothing beside it: a process compiles the
+kernels of Mosaic GPU one by one, however many threads ask, so to start them all at
+once would only keep the first line waiting for the last. Every line is printed, and
+the file written, as soon as it is measured.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent import futures
 import dataclasses
 import functools
 import importlib.util
@@ -44,11 +46,10 @@ import numpy as np
 
 from composer import config as config_lib
 from composer import records
-from composer.bench import ahead as ahead_lib
 from composer.bench import engine_load
 from composer.bench import engine_roofline
 from composer.bench import engine_shapes
-from composer.inference import batches
+from composer.bench import engine_steps
 from composer.inference import engine as engine_lib
 from composer.inference import programs
 from composer.model import transformer
@@ -56,9 +57,8 @@ from pallas_kernels import dispatch
 
 Shape = engine_shapes.Shape
 REPEATS = 3
+LIMIT_S = 900.0  # in which an engine has to have compiled its programs
 MOVED = 1.2  # from which ceilings that are measured again are others
-PAIRS = 20  # of decode steps with and without recording, or turns of modes
-STEPS = 8  # of decoding in one program
 MODES = ('fast', 'aligned', 'bitwise')
 HEADER = (
   'batch     tokens/s  decode/s  of roofline  prompt/s  of products'
@@ -111,17 +111,6 @@ def setup(
   return shape, numerics, engine_lib.prepare(numerics, params)
 
 
-def engine_config(batch: int, context: int, block: int, rows: int):
-  """An engine of just that size."""
-  context = -(-context // block) * block
-  return config_lib.EngineConfig(
-    rows=max(rows, 2 * batch),
-    sequences=batch,
-    pages=batch * context // block + 1,
-    max_context=context,
-  )
-
-
 def _rows(shape: Shape, numerics, batch: int) -> int:
   """Of a step that takes all prompts, or as much of them as the shape has."""
   if not programs.tiled(numerics):
@@ -156,7 +145,7 @@ def warm(
   try:
     engine.activate(0, params)
     started = time.perf_counter()
-    programs = engine.warm_up(seconds=ahead_lib.LIMIT_S)
+    programs = engine.warm_up(seconds=LIMIT_S)
     return Warm(engine, programs, time.perf_counter() - started)
   except BaseException:
     engine.close()
@@ -167,35 +156,44 @@ def warm_batch(shape: Shape, numerics, params, batch: int) -> Warm:
   """What `measure_batch` measures."""
   rows = _rows(shape, numerics, batch)
   context = shape.prompt + shape.new
-  config = engine_config(batch, context, numerics.kv_block, rows)
+  config = engine_steps.engine_config(batch, context, numerics.kv_block, rows)
   return warm(shape.model, numerics, config, params)
+
+
+def serve(
+  shape: Shape,
+  engine: engine_lib.Engine,
+  rng: np.random.Generator,
+  batch: int,
+  new: int,
+) -> float:
+  """Seconds for `new` tokens of each of `batch` requests that are sent at once.
+
+  Their prompts were never seen, so that no page is found.
+  """
+  size = (batch, shape.prompt)
+  prompts = rng.integers(0, shape.model.vocab_size, size).astype(np.int32)
+
+  async def go() -> None:
+    answers = await asyncio.gather(
+      *(
+        engine.sample(records.SampleRequest(prompt, new, (), 1.0, seed))
+        for seed, prompt in enumerate(prompts)
+      )
+    )
+    assert all(len(a.tokens) == new for a in answers)
+
+  started = time.perf_counter()
+  asyncio.run(go())
+  return time.perf_counter() - started
 
 
 def measure_batch(
   shape: Shape, numerics, ceilings, batch: int, ready: Warm
 ) -> Batch:
   """`batch` requests at once through the whole engine; medians; closes it."""
-  engine = ready.engine
   rng = np.random.default_rng(0)
-
-  def seconds(new: int) -> float:
-    """Of prompts that were never seen, so that no page is found."""
-    size = (batch, shape.prompt)
-    prompts = rng.integers(0, shape.model.vocab_size, size).astype(np.int32)
-
-    async def go() -> None:
-      answers = await asyncio.gather(
-        *(
-          engine.sample(records.SampleRequest(prompt, new, (), 1.0, seed))
-          for seed, prompt in enumerate(prompts)
-        )
-      )
-      assert all(len(a.tokens) == new for a in answers)
-
-    started = time.perf_counter()
-    asyncio.run(go())
-    return time.perf_counter() - started
-
+  seconds = functools.partial(serve, shape, ready.engine, rng, batch)
   try:
     seconds(shape.new)
     times = [(seconds(1), seconds(shape.new)) for _ in range(REPEATS)]
@@ -220,138 +218,6 @@ def measure_batch(
     compilations=ready.programs,
     compile_s=ready.seconds,
   )
-
-
-Recording = tuple[dict[bool, Callable[..., Any]], int]
-
-
-def compile_recording(shape: Shape, numerics, params, batch: int) -> Recording:
-  """(decode steps by whether they record, pages): what is measured next."""
-  run, pages = decoding(shape, numerics, batch)
-  cache = jax.eval_shape(
-    lambda: transformer.init_cache(shape.model, numerics, pages)
-  )
-  run = jax.jit(run, static_argnums=2, donate_argnums=1)
-  return {
-    record: run.lower(params, cache, record).compile()
-    for record in (False, True)
-  }, pages
-
-
-def measure_recording(
-  shape: Shape, numerics, params, programs: Recording
-) -> float:
-  """Time of decode steps with logprobs and routes, over that without.
-
-  The median of pairs that run one right after the other, now this one first and
-  now that one, so that what else the machine does meets both. What of recording
-  the host does runs beside the device.
-  """
-  steps, pages = programs
-  cache = transformer.init_cache(shape.model, numerics, pages)
-  ratios = []
-  for turn in range(PAIRS + 1):
-    took = {}
-    for record in (False, True) if turn % 2 else (True, False):
-      started = time.perf_counter()
-      out, cache, _ = steps[record](params, cache)
-      jax.block_until_ready((out, cache))
-      took[record] = time.perf_counter() - started
-    ratios.append(took[True] / took[False])
-  return float(np.median(ratios[1:]))  # the first finds nothing in any cache
-
-
-def decoding(
-  shape: Shape, numerics, batch: int
-) -> tuple[Callable[..., Any], int]:
-  """(`STEPS` decode steps of `batch` rows as a function, pages of its cache).
-
-  Of parameters, cache, and whether logprobs and routes are recorded; the first of
-  what it gives is what was sampled, the second the cache.
-  """
-  model, block = shape.model, numerics.kv_block
-  config = engine_config(batch, shape.prompt + shape.new, block, 2 * batch)
-  size = programs.at_least(programs.ahead_sizes(numerics, config), batch)
-  columns = programs.column_sizes(numerics, config)[-1]
-  rows, _, draws, _ = batches.Maker(model, numerics, config).blank(
-    size, columns, True, False
-  )
-  ends = np.full(size, shape.prompt + STEPS, np.int32)
-  rows, ends, draws = jax.tree.map(jnp.asarray, (rows, ends, draws))
-
-  def run(params, cache, record):
-    last = jnp.zeros(config.sequences + 1, jnp.int32)
-    sampled, cache, last = programs.ahead.__wrapped__(
-      model, numerics, STEPS, params, cache, last, rows, ends, draws, None
-    )
-    if not record:
-      sampled = sampled.answer.tokens
-    return sampled, cache, last
-
-  return run, config.pages
-
-
-def measure_modes(
-  shape: Shape,
-  weights: dict[str, tuple[Any, Any]],
-  say: Callable[[str], None] = lambda line: None,
-) -> dict[int, dict[str, float]]:
-  """Seconds of a decode step by batch and mode, medians of turns.
-
-  All programs compile at once. Of a batch every mode comes once in each turn, so
-  that what else the machine does meets all.
-
-  Args:
-    shape: model and batches.
-    weights: by mode, (numerics, prepared parameters).
-    say: gets a line for each batch.
-  """
-  compiled = _compiled(shape, weights)
-  found: dict[int, dict[str, float]] = {}
-  for batch in shape.batches:
-    caches = {
-      mode: transformer.init_cache(shape.model, n, compiled[batch, mode][1])
-      for mode, (n, _) in weights.items()
-    }
-    took: dict[str, list[float]] = {mode: [] for mode in weights}
-    for turn in range(PAIRS + 1):
-      for mode in sorted(weights, reverse=bool(turn % 2)):
-        program, params = compiled[batch, mode][0], weights[mode][1]
-        started = time.perf_counter()
-        out, caches[mode], _ = program(params, caches[mode])
-        jax.block_until_ready((out, caches[mode]))
-        took[mode].append((time.perf_counter() - started) / STEPS)
-    # The first turn finds nothing in any cache.
-    found[batch] = {mode: float(np.median(t[1:])) for mode, t in took.items()}
-    say(modes_line(batch, found[batch]))
-  return found
-
-
-def _compiled(shape: Shape, weights) -> dict[tuple[int, str], tuple[Any, int]]:
-  """By batch and mode `decoding`, compiled, and the pages of its cache."""
-  made = {}
-  with futures.ThreadPoolExecutor() as pool:
-    for batch in shape.batches:
-      for mode, (numerics, params) in weights.items():
-        run, pages = decoding(shape, numerics, batch)
-        cache = jax.eval_shape(
-          lambda n=numerics, p=pages: transformer.init_cache(shape.model, n, p)
-        )
-        run = jax.jit(lambda p, c, run=run: run(p, c, True), donate_argnums=1)
-        program = pool.submit(run.lower(params, cache).compile)
-        made[batch, mode] = program, pages
-  return {
-    which: (program.result(), pages) for which, (program, pages) in made.items()
-  }
-
-
-def modes_line(batch: int, seconds: dict[str, float]) -> str:
-  """Microseconds of each mode, and its rate over that of `fast`."""
-  each = (
-    f'{mode} {s * 1e6:,.0f} us, {seconds["fast"] / s:.2f}'
-    for mode, s in seconds.items()
-  )
-  return f'{batch:5d}  {"; ".join(each)}'
 
 
 def measure_transformers(wanted: Shape, batch: int) -> float | None:
@@ -418,7 +284,7 @@ def run(
     load: file of a trace of sessions.
     shape: name of `engine_shapes`.
     mode: of the numerics.
-    compare: measure decode steps of modes instead.
+    compare: measure modes in turns instead.
 
   Raises:
     ValueError: no such shape, mode, checkpoint or trace.
@@ -437,63 +303,25 @@ def run(
 
   device = jax.devices()[0].device_kind
   if compare:
+    from composer.bench import engine_compare
+
     if mode:
       raise ValueError(
         f'--mode={mode} and --compare: it measures modes in turns'
       )
-    weights = {m: setup(name, where, m) for m in ('fast', 'bitwise')}
+    weights = {m: setup(name, where, m) for m in engine_compare.MODES}
     served = weights['fast'][0]
-    _say(
-      f'{served.what}, on {device}: a decode step, and its rate over that of fast'
-    )
-    found = measure_modes(served, {m: w[1:] for m, w in weights.items()}, _say)
-    keep(device=device, model=served.what, jax=jax.__version__, modes=found)
+    _say(f'{served.what}, on {device}: bitwise, and its rate over that of fast')
+    keep(device=device, model=served.what, jax=jax.__version__)
+    weights = {m: w[1:] for m, w in weights.items()}
+    engine_compare.measure(served, weights, _say, keep)
     return 0
   served, numerics, params = setup(name, where, mode or '')
   _say(f'{served.what}; {numerics.mode}, {numerics.compute}, on {device}')
   keep(device=device, model=served.what, jax=jax.__version__)
   keep(numerics=dataclasses.asdict(numerics))
-  ahead = ahead_lib.ahead(_say)
-  try:
-    works = _works(served, numerics, params, trace)
-    if compiles_ahead():
-      for what, work in works.items():
-        ahead.start(what, work)
-      ahead.wait_all()
-    ready = {
-      what: lambda what=what, work=work: ahead.wait(what) or work()
-      for what, work in works.items()
-    }
-    _measure(served, numerics, params, trace, ready, keep)
-  finally:
-    ahead.close()
+  _measure(served, numerics, params, trace, keep)
   return 0
-
-
-def compiles_ahead() -> bool:
-  """Whether there are cores to do it side by side."""
-  return dispatch.platform() != 'cpu'
-
-
-def _works(
-  shape: Shape, numerics, params, trace
-) -> dict[str, Callable[[], Any]]:
-  """By name, what makes ready what is measured, in the order of that."""
-  works: dict[str, Callable[[], Any]] = {}
-  for batch in shape.batches:
-    works[f'batch {batch}'] = functools.partial(
-      warm_batch, shape, numerics, params, batch
-    )
-  works['recording'] = functools.partial(
-    compile_recording, shape, numerics, params, shape.batches[-1]
-  )
-  if shape.whole:
-    rows = 128 if dispatch.platform() == 'cpu' else 512
-    config = engine_load.engine_config(trace, numerics, rows)
-    works['sessions'] = functools.partial(
-      warm, shape.model, numerics, config, params
-    )
-  return works
 
 
 def _measure(
@@ -501,10 +329,9 @@ def _measure(
   numerics,
   params,
   trace: engine_load.Trace,
-  ready: dict[str, Callable[[], Any]],
   keep: Callable[..., None],
 ) -> None:
-  """All three parts, of what `ready` gives by name."""
+  """All three parts."""
   ceilings = engine_roofline.measure(numerics)
   _say(
     f'ceilings: {ceilings.bytes_per_s / 1e9:,.0f} GB/s,'
@@ -514,19 +341,25 @@ def _measure(
   _say(f'{shape.prompt} tokens of a prompt, {shape.new} sampled\n{HEADER}')
   measured: list[Batch] = []
   for batch in shape.batches:
-    one = ready[f'batch {batch}']()
-    measured.append(measure_batch(shape, numerics, ceilings, batch, one))
+    ready = warm_batch(shape, numerics, params, batch)
+    measured.append(measure_batch(shape, numerics, ceilings, batch, ready))
     _say(batch_line(measured[-1]))
     keep(batches=[dataclasses.asdict(b) for b in measured])
-  recording = measure_recording(shape, numerics, params, ready['recording']())
-  _say(
-    f'recording at batch {shape.batches[-1]}: {recording - 1:+.1%} of a step'
+  most = shape.batches[-1]
+  recording = engine_steps.measure_recording(
+    shape,
+    numerics,
+    params,
+    engine_steps.compile_recording(shape, numerics, params, most),
   )
+  _say(f'recording at batch {most}: {recording - 1:+.1%} of a step')
   keep(recording=recording)
   if shape.whole:
-    engine = ready['sessions']().engine
+    rows = 128 if dispatch.platform() == 'cpu' else 512
+    config = engine_load.engine_config(trace, numerics, rows)
+    ready = warm(shape.model, numerics, config, params)
     sessions = engine_load.measure(
-      shape.model, numerics, trace, ceilings, engine
+      shape.model, numerics, trace, ceilings, ready.engine
     )
     _say(engine_load.table(trace, sessions))
     keep(sessions=dataclasses.asdict(sessions))

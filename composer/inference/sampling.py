@@ -101,7 +101,9 @@ def _draw(z: Array, draws: Draws) -> tuple[Array, Array]:
   drawn = outer * block + _invert(inner, u[:, 1])
   greedy = draws.temperature < GREEDY
   token = jnp.where(greedy, jnp.argmax(z, axis=-1), drawn).astype(jnp.int32)
-  return token, top[:, 0] + jnp.log(jnp.sum(sums, axis=-1))
+  # XLA would make one sum of these of sums, and go over all weights for it.
+  total = jnp.sum(jax.lax.optimization_barrier(sums), axis=-1)
+  return token, top[:, 0] + jnp.log(total)
 
 
 def _invert(weights: Array, u: Array) -> Array:

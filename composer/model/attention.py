@@ -94,16 +94,12 @@ def project_normed(
   d, h, g, k = config.width, config.heads, config.kv_heads, config.head_dim
   qkv = operations.matmul(ops, y, p['qkv'].reshape(d, (h + 2 * g) * k))
   qkv = qkv.reshape(-1, h + 2 * g, k)
-  turning = qkv[:, : h + g]
   if config.qk_norm:
-    q = layers.rms_norm(turning[:, :h], p['q_norm'], config.norm_eps, ops)
-    keys = layers.rms_norm(turning[:, h:], p['k_norm'], config.norm_eps, ops)
-    turning = jnp.concatenate([q, keys], axis=1)
+    scales = p['q_norm'], p['k_norm']
+    qkv = layers.norm_heads(qkv, scales, (h, g), config.norm_eps, ops)
   if cos is None:
-    if config.qk_norm:
-      qkv = jnp.concatenate([turning, qkv[:, h + g :]], axis=1)
     return qkv, None, None
-  rotated = layers.rotate(turning, cos, sin, ops)
+  rotated = layers.rotate(qkv[:, : h + g], cos, sin, ops)
   return rotated[:, :h], rotated[:, h:], qkv[:, h + g :]
 
 

@@ -174,6 +174,29 @@ def add_norm(
   )
 
 
+def norm_heads(
+  x: Array,
+  scales: tuple[Array, ...],
+  counts: tuple[int, ...],
+  eps: float,
+  ops: Operations = operations.PLAIN,
+) -> Array:
+  """`rms_norm` of the first counts[0] heads of x [R, H, K] by scales[0], ...
+
+  Heads that follow them are left as they are; one kernel where kernels norm.
+  """
+  if ops.dense != operations.XLA:
+    return norm.rms_norm_heads(
+      x, scales, counts, epsilon=eps, implementation=ops.dense
+    )
+  ends = np.cumsum(counts)
+  normed = [
+    rms_norm(x[:, end - count : end], scale, eps, ops)
+    for end, count, scale in zip(ends, counts, scales, strict=True)
+  ]
+  return jnp.concatenate([*normed, x[:, ends[-1] :]], axis=1)
+
+
 def yarn_scale(factor: float, mscale: float) -> float:
   """m = 0.1 mscale ln(factor) + 1 for a factor above 1, else 1."""
   return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

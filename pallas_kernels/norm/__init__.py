@@ -4,15 +4,20 @@
 
 Mean and product are in float32, and there is one rounding at the end. Where x is
 the sum of two (of a residual and what a layer adds to it), one kernel adds, and
-norms what it has added: `add_rms_norm`. The reference adds as XLA likes: on a CPU
+norms what it has added: `add_rms_norm`. Queries and keys that one product gives
+side by side, each kind with a scale of its own, one kernel norms where they are:
+`rms_norm_heads`. The reference adds as XLA likes: on a CPU
 the same row differs by some units in the last place among 41 rows and among 260.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import checks
 from pallas_kernels import dispatch
@@ -83,6 +88,55 @@ def add_rms_norm(
   return tuple(a.reshape(x.shape) for a in both)
 
 
+def rms_norm_heads(
+  x: jax.Array,
+  scales: Sequence[jax.Array],
+  counts: Sequence[int],
+  *,
+  epsilon: float = 1e-6,
+  implementation: str | None = None,
+) -> jax.Array:
+  """`rms_norm` of the first counts[0] heads by scales[0], the next, and so on.
+
+  What no count covers comes out as it is: of queries, keys and values side by
+  side, the values.
+
+  Args:
+    x: [N, H, K].
+    scales: each [K], of one dtype.
+    counts: as many, each at least 1; heads that have the scale.
+    epsilon, implementation: see `rms_norm`.
+
+  Returns:
+    [N, H, K] in x's dtype, of the bits of `rms_norm` of each part. Differentiable
+    in x and scales.
+
+  Raises:
+    ValueError: as `rms_norm`, or counts that are not as many as the scales, or of
+      more heads than there are.
+  """
+  if x.ndim != 3 or not scales or len(scales) != len(counts):
+    raise ValueError(
+      f'x {x.shape} must be [N, H, K], and {len(scales)} scales and'
+      f' {len(counts)} counts as many, at least one'
+    )
+  if min(counts) < 1 or sum(counts) > x.shape[1]:
+    raise ValueError(
+      f'counts {tuple(counts)} must be 1 or more each, and of no more heads than'
+      f' the {x.shape[1]} of x {x.shape}'
+    )
+  if len({scale.dtype for scale in scales}) > 1:
+    raise ValueError(
+      f'scales of {", ".join(str(scale.dtype) for scale in scales)}; give them'
+      ' one dtype'
+    )
+  for scale in scales:
+    _check(x, scale, epsilon)
+  chosen = _choose(x.reshape(-1, x.shape[-1]), implementation)
+  counts = tuple(map(int, counts))
+  return _rms_norm_heads(x, tuple(scales), counts, float(epsilon), chosen)
+
+
 def _check(x, scale, epsilon) -> None:
   if scale.ndim != 1 or x.shape[-1:] != scale.shape:
     raise ValueError(
@@ -151,3 +205,47 @@ def _add_backward(epsilon, chosen, saved, cotangents):
 
 
 _add_rms_norm.defvjp(_add_forward, _add_backward)
+
+
+def _parts(x, scales, counts) -> list[tuple[jax.Array, jax.Array]]:
+  """(rows [N C, K], scale) of each count of heads of x [N, H, K]."""
+  ends = np.cumsum(counts)
+  return [
+    (x[:, end - count : end].reshape(-1, x.shape[-1]), scale)
+    for end, count, scale in zip(ends, counts, scales, strict=True)
+  ]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _rms_norm_heads(x, scales, counts, epsilon, chosen):
+  if chosen.startswith('gpu'):
+    from pallas_kernels.norm import gpu
+
+    if gpu.norms_heads(x):
+      interpret = chosen.endswith('interpret')
+      some = x, scales, counts, epsilon
+      return gpu.rms_norm_heads(*some, interpret=interpret)
+  normed = [
+    _rms_norm(*part, epsilon, chosen).reshape(len(x), -1, x.shape[-1])
+    for part in _parts(x, scales, counts)
+  ]
+  return jnp.concatenate([*normed, x[:, sum(counts) :]], axis=1)
+
+
+def _heads_forward(x, scales, counts, epsilon, chosen):
+  return _rms_norm_heads(x, scales, counts, epsilon, chosen), (x, scales)
+
+
+def _heads_backward(counts, epsilon, chosen, saved, dy):
+  found = [
+    reference.gradients(*part, epsilon, dpart)
+    for part, (dpart, _) in zip(
+      _parts(*saved, counts), _parts(dy, saved[1], counts), strict=True
+    )
+  ]
+  dx = [d.reshape(len(dy), -1, dy.shape[-1]) for d, _ in found]
+  dx = jnp.concatenate([*dx, dy[:, sum(counts) :]], axis=1)
+  return dx, tuple(dscale for _, dscale in found)
+
+
+_rms_norm_heads.defvjp(_heads_forward, _heads_backward)

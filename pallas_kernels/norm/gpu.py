@@ -15,12 +15,17 @@ its inverse are rounded one by one, as IEEE 754 has it.
 Rows that are a sum of two are added as they are read, and rounded to their type:
 what is normed, and written down, is the rounded sum.
 
+Heads of one product that have a scale of their own, or none, are rows one after
+another, so one launch norms them all, each by the code of `rms_norm`.
+
 Longer rows, and those that are no whole vectors, take a warpgroup each too, through
 Mosaic GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+import dataclasses
 import functools
 
 import jax
@@ -72,13 +77,38 @@ def add_rms_norm(
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """(x + more, `rms_norm` of it), of the bits of one after the other."""
-  run = _by_lanes if _narrow(x) else _by_warpgroup
-  return tuple(run(x, more, scale, epsilon, interpret))
+  if _narrow(x):
+    return tuple(_by_lanes(x, more, [scale], epsilon, interpret))
+  return tuple(_by_warpgroup(x, more, scale, epsilon, interpret))
+
+
+def norms_heads(x: jax.Array) -> bool:
+  """Whether `rms_norm_heads` takes x [N, H, K]."""
+  return _narrow(x)
+
+
+def rms_norm_heads(
+  x: jax.Array,
+  scales: Sequence[jax.Array],
+  counts: tuple[int, ...],
+  epsilon: float,
+  *,
+  interpret: bool = False,
+) -> jax.Array:
+  """`rms_norm` of the first counts[0] heads of x [N, H, K] by scales[0], and so on.
+
+  What follows them is as it was.
+  """
+  rows = x.reshape(-1, x.shape[-1])
+  heads = _Heads(x.shape[1], counts)
+  return _by_lanes(rows, None, scales, epsilon, interpret, heads)[0].reshape(
+    x.shape
+  )
 
 
 def _narrow(x) -> bool:
-  """Whether lanes take such rows; whatever their number."""
-  d, each = x.shape[1], VECTOR // x.dtype.itemsize
+  """Whether lanes take such rows [..., D]; whatever their number."""
+  d, each = x.shape[-1], VECTOR // x.dtype.itemsize
   lanes = d <= NARROW and d % each == 0 and d % (LANES * each) != 0
   return lanes and x.dtype != jnp.float16
 
@@ -90,10 +120,24 @@ def by_lanes(
   x: jax.Array, scale: jax.Array, epsilon: float, *, interpret: bool = False
 ) -> jax.Array:
   """Of bfloat16 or float32 rows of whole vectors."""
-  return _by_lanes(x, None, scale, epsilon, interpret)[0]
+  return _by_lanes(x, None, [scale], epsilon, interpret)[0]
 
 
-def _by_lanes(x, more, scale, epsilon, interpret) -> list[jax.Array]:
+@dataclasses.dataclass(frozen=True)
+class _Heads:
+  """Which of `every` rows in a row is normed by which scale."""
+
+  every: int = 1
+  counts: tuple[int, ...] = (1,)
+
+  @property
+  def normed(self) -> int:
+    return sum(self.counts)
+
+
+def _by_lanes(
+  x, more, scales, epsilon, interpret, heads=_Heads()
+) -> list[jax.Array]:
   """[norm], or [sum, norm] where there is more to add."""
   t, d = x.shape
   rows = [x] if more is None else [x, more]
@@ -103,10 +147,15 @@ def _by_lanes(x, more, scale, epsilon, interpret) -> list[jax.Array]:
   warps = -(-t * share // warp.LANES)
   return warp.run(
     functools.partial(
-      _lanes, depth=d, share=share, epsilon=epsilon, adds=more is not None
+      _lanes,
+      depth=d,
+      share=share,
+      epsilon=epsilon,
+      adds=more is not None,
+      heads=heads,
     ),
     *rows,
-    scale.astype(jnp.float32) if scale.dtype == jnp.float16 else scale,
+    *(s.astype(jnp.float32) if s.dtype == jnp.float16 else s for s in scales),
     out=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * len(rows),
     warpgroups=WARPS // 4,
     blocks=-(-warps // WARPS),
@@ -121,11 +170,11 @@ def shared_by(depth: int, size: int) -> int:
 
 
 def _lanes(
-  w, *refs, depth: int, share: int, epsilon: float, adds: bool
+  w, *refs, depth: int, share: int, epsilon: float, adds: bool, heads: _Heads
 ) -> None:
-  x, more, scale, total, y = (
-    refs if adds else (refs[0], None, refs[1], None, refs[2])
-  )
+  x, *others, y = refs
+  more, total = (others.pop(0), others.pop()) if adds else (None, None)
+  scales = others
   each = VECTOR // x.bytes
   row = (w.warp * warp.LANES + w.lane) // share
   own = (w.lane & (share - 1)) * each  # first number of a row that it holds
@@ -142,16 +191,13 @@ def _lanes(
 
   # Asked for before the sum: who asks after it waits once more, and who asks
   # between two stores, at each of them.
-  weights = []
-  for inside, offsets in steps:
-    got = functools.partial(_weights, w, scale, own, offsets, each)
-    size = each * scale.bytes // 4 * len(offsets)
-    weights += w.when(inside, got, [0] * size)
+  head = row % heads.every if heads.every > 1 else None
+  weights = _scaled(w, scales, heads, head, own, steps, each)
   words, others = read(x), read(more) if adds else []
   if adds:
     pairs = zip(_floats(w, x, words), _floats(w, x, others), strict=True)
     words = [w.bits(one) for one in _words(w, x, [a + b for a, b in pairs])]
-  numbers, weights = _floats(w, x, words), _floats(w, scale, weights)
+  numbers, weights = _floats(w, x, words), _floats(w, scales[0], weights)
   even = odd = w.value(0.0, 'f32')
   for i in range(0, len(numbers), 2):
     even += numbers[i] * numbers[i]
@@ -178,7 +224,29 @@ def _lanes(
         out = [a * inverse * b for a, b in zip(some, heavy, strict=True)]
         w.store_words(y, start + offset, _words(w, y, out))
 
-      w.when(inside, write)
+      if heads.normed == heads.every:
+        w.when(inside, write)
+        continue
+      copy = functools.partial(w.store_words, y, start + offset, sums)
+      w.when(inside & (head < heads.normed), write)
+      w.when(inside & (head >= heads.normed), copy)
+
+
+def _scaled(w, scales, heads: _Heads, head, own, steps, each: int) -> list:
+  """Words of the scale of a lane's row, where it has one."""
+  found = []
+  for inside, offsets in steps:
+    some = [0] * (each * scales[0].bytes // 4 * len(offsets))
+    first = 0
+    for scale, count in zip(scales, heads.counts, strict=True):
+      got = functools.partial(_weights, w, scale, own, offsets, each)
+      mine = inside
+      if head is not None:
+        mine = mine & (head >= first) & (head < first + count)
+      some = w.when(mine, got, some)
+      first += count
+    found += some
+  return found
 
 
 def _steps(here, own, vectors: int, share: int, each: int) -> list:

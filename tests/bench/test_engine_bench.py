@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import numpy as np
@@ -9,10 +10,13 @@ import pytest
 
 from composer import config as config_lib
 from composer import params as params_lib
+from composer import records
 from composer.bench import engine as bench
+from composer.bench import engine_compare
 from composer.bench import engine_load
 from composer.bench import engine_roofline
 from composer.bench import engine_shapes
+from composer.bench import engine_steps
 from composer.model import presets
 from composer.model import transformer
 
@@ -185,18 +189,14 @@ def small(monkeypatch):
   trace = engine_load.draw(1, 2, turns=2, system=8, task=4, new=4, pause=0.01)
   monkeypatch.setattr(engine_load, 'DEFAULT', trace)
   monkeypatch.setitem(engine_shapes.SHAPES, 'quickstart', shape)
-  monkeypatch.setattr(bench, 'PAIRS', 2)
+  monkeypatch.setattr(engine_steps, 'PAIRS', 2)
+  monkeypatch.setattr(engine_compare, 'TURNS', 2)
   monkeypatch.setattr(bench, 'REPEATS', 1)
   monkeypatch.setattr(engine_roofline, 'measure', lambda numerics: CEILINGS)
 
 
-@pytest.mark.parametrize('ahead', (False, True))
-def test_the_whole_command(small, tmp_path, capsys, monkeypatch, ahead):
-  """Every part of it runs, is printed, and stands in the file.
-
-  Also where all of it compiles first, as on an accelerator.
-  """
-  monkeypatch.setattr(bench, 'compiles_ahead', lambda: ahead)
+def test_the_whole_command(small, tmp_path, capsys):
+  """Every part of it runs, is printed, and stands in the file."""
   path = tmp_path / 'engine.json'
   assert bench.run(path) == 0
   found = json.loads(path.read_text())
@@ -204,24 +204,43 @@ def test_the_whole_command(small, tmp_path, capsys, monkeypatch, ahead):
   assert found['recording'] > 0 and found['sessions']['compilations'] == 0
   lines = capsys.readouterr().out.splitlines()
   assert any(line.startswith('recording at batch 2') for line in lines)
-  compiled = [line for line in lines if line.startswith('compiled: ')]
-  assert len(compiled) == (3 if ahead else 0)
-  assert not compiled or lines.index(compiled[-1]) < next(
-    n for n, line in enumerate(lines) if line.startswith('ceilings')
-  )
 
 
 def test_modes_are_compared(small, tmp_path, capsys):
+  """Decode steps and whole engines, as lines and in the file."""
   path = tmp_path / 'modes.json'
   assert bench.run(path, compare=True) == 0
-  found = json.loads(path.read_text())['modes']
-  assert set(found) == {'2'}
-  assert all(0 < s for modes in found.values() for s in modes.values())
+  found = json.loads(path.read_text())
   lines = capsys.readouterr().out.splitlines()
-  fast, bitwise = found['2']['fast'], found['2']['bitwise']
-  assert lines[-1].split()[-1] == f'{fast / bitwise:.2f}'
+  for what, line in zip(('modes', 'engines'), lines[-2:], strict=True):
+    assert set(found[what]) == {'2'}
+    fast, bitwise = found[what]['2']['fast'], found[what]['2']['bitwise']
+    assert fast > 0 and bitwise > 0
+    ratio = fast / bitwise if what == 'modes' else bitwise / fast
+    assert line.split()[-3:] == [f'{ratio:.2f}', 'of', 'fast']
   with pytest.raises(ValueError, match='modes in turns'):
     bench.run(mode='fast', compare=True)
+
+
+def test_engines_are_closed_where_one_of_them_fails(small, monkeypatch):
+  made = []
+
+  def warm(*of):
+    made.append(bench.warm_batch(*of))
+    return made[-1]
+
+  def serve(*of):
+    raise KeyboardInterrupt
+
+  fake = types.SimpleNamespace(warm_batch=warm, serve=serve)
+  monkeypatch.setattr(engine_compare, 'engine_bench', fake)
+  with pytest.raises(KeyboardInterrupt):
+    bench.run(compare=True)
+  shape = engine_shapes.shape('quickstart')
+  assert len(made) == 2
+  for one in made:
+    with pytest.raises(records.EngineError, match='stopped'):
+      bench.serve(shape, one.engine, np.random.default_rng(0), 2, 1)
 
 
 def test_a_bad_choice_is_refused():

@@ -159,7 +159,7 @@ def test_what_is_compiled_ahead_measures_the_same(found, params, sides):
   assert m.replay == found['bitwise'].replay
   assert m.no_replay == found['bitwise'].no_replay
   assert m.engine['sampled'] == SAMPLED and m.engine_tokens_per_s > 0
-  parts = 'start sessions batch scores gradients compiling'.split()
+  parts = 'start sessions batches scores gradients compiling'.split()
   assert list(m.seconds) == parts and m.seconds['compiling'] == 0
 
 
