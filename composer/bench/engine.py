@@ -52,7 +52,6 @@ from composer.bench import engine_shapes
 from composer.bench import engine_steps
 from composer.inference import engine as engine_lib
 from composer.inference import programs
-from composer.model import transformer
 from pallas_kernels import dispatch
 
 Shape = engine_shapes.Shape

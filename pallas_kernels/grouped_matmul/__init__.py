@@ -243,11 +243,12 @@ def _tuned(
 
 
 def _tuned_few(x, w, transpose: bool = False, gated: bool = False):
-  """Tiles of the kernel of few rows, where the tunings want it here, or None.
+  """Tiles of the kernel of few rows, where it is to be taken here, or None.
 
-  The first of these keys that is there: K and N; any. Gated products have keys of
-  their own, as what gains without gates need not gain with them, and those of one
-  group a table. See `gpu_few.Few` of how many rows.
+  The first of these keys of the tunings that is there: K and N; any. Gated products
+  have keys of their own, as what gains without gates need not gain with them, and
+  those of one group a table, and `gpu_few.usual` where it says nothing. See
+  `gpu_few.Few` of how many rows.
   """
   from pallas_kernels.grouped_matmul import gpu_few
 
@@ -262,7 +263,7 @@ def _tuned_few(x, w, transpose: bool = False, gated: bool = False):
       if w.shape[0] > 1:
         most = min(most, tiles.rows * w.shape[0])
       return tiles if x.shape[0] <= most else None
-  return None
+  return gpu_few.usual(len(x), w.shape[-1]) if w.shape[0] == 1 else None
 
 
 # --- Values and gradients ----------------------------------------------------

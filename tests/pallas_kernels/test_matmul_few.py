@@ -205,8 +205,26 @@ def test_the_tunings_say_where_it_is_taken(monkeypatch):
   assert tuned(17, 128, groups=2) is None
   assert tuned(17, 128, groups=3) == gpu_few.Few(rows=8)
   assert tuned(65, 128, groups=48) is None
+
+
+def test_what_no_tuning_knows_takes_it_where_blocks_are_few(monkeypatch):
   monkeypatch.setattr(dispatch, 'tuning', lambda name: {})
-  assert tuned(8, 128) is None
+  cores = mosaic.cores()
+
+  def tuned(rows, n, gated=False, groups=1):
+    x = jax.ShapeDtypeStruct((rows, 128), jnp.bfloat16)
+    w = (groups, 128, 2, n) if gated else (groups, 128, n)
+    w = jax.ShapeDtypeStruct(w, jnp.bfloat16)
+    return grouped_matmul._tuned_few(x, w, False, gated)
+
+  few = gpu_few.Few(columns=64, depth=128, stages=6, most=256)
+  for gated in (False, True):
+    assert tuned(1, 64, gated) == tuned(256, 64, gated) == few
+    assert tuned(257, 64, gated) is None
+    assert tuned(64, 64 * 3 * cores, gated) == few
+    assert tuned(64, 64 * (3 * cores + 1), gated) is None
+    assert tuned(65, 64 * 3 * cores, gated) is None
+    assert tuned(8, 64, gated, groups=2) is None
 
 
 def test_tunings_can_be():
