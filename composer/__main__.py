@@ -33,6 +33,7 @@ BENCH_OPTIONS = {  # which benches take it
   'checkpoint': ('engine', 'mismatch'),
   'load': ('engine',),
   'shape': ('engine',),
+  'batch': ('engine',),
   'mode': ('engine', 'mismatch'),
   'tokens': ('mismatch',),
   'train_steps': ('mismatch',),
@@ -371,6 +372,12 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
   for name, kind, metavar, text in (
     ('load', str, 'FILE', 'of engine: a trace of sessions, as JSON'),
     ('shape', str, 'NAME', 'of engine: smollm2, upcycled, qwen3 or kimi'),
+    (
+      'batch',
+      str,
+      'B,B',
+      'of engine: these many requests at once, with commas',
+    ),
     ('mode', str, 'MODE', 'of engine and mismatch: fast, aligned or bitwise'),
     ('tokens', int, 'N', 'of mismatch: sampled in each mode (default: 12000)'),
     ('train-steps', int, 'N', 'of mismatch: of its model (default: 250)'),
@@ -398,7 +405,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     '--compare',
     action='store_true',
     default=None,
-    help='of engine: decode steps in fast and in bitwise, in turns',
+    help='of engine: decode steps and engines in fast and bitwise, in turns',
   )
 
 

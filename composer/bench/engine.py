@@ -1,7 +1,7 @@
 """How fast the engine serves.
 
-    composer bench engine [--shape NAME] [--checkpoint DIR] [--load FILE]
-                          [--mode MODE] [--json FILE] [--compare]
+    composer bench engine [--shape NAME] [--checkpoint DIR] [--batch B,B]
+                          [--load FILE] [--mode MODE] [--json FILE] [--compare]
 
 Three measurements, of random weights of a shape (`engine_shapes`: the quick
 start's on a CPU, SmolLM2-135M's elsewhere, unless named) or of a checkpoint:
@@ -81,10 +81,15 @@ class Batch:
 
 
 def setup(
-  name: str, checkpoint: pathlib.Path | None, mode: str = ''
+  name: str,
+  checkpoint: pathlib.Path | None,
+  mode: str = '',
+  batch: str | None = None,
 ) -> tuple[Shape, config_lib.NumericsConfig, Any]:
   """(shape, numerics, parameters as steps read them)."""
   shape = engine_shapes.shape(name)
+  if batch is not None:
+    shape = engine_shapes.with_batches(shape, batch)
   if mode and mode not in MODES:
     raise ValueError(
       f'--mode={mode} is not known; choose one of {", ".join(MODES)}'
@@ -272,6 +277,7 @@ def run(
   checkpoint: str | None = None,
   load: str | None = None,
   shape: str | None = None,
+  batch: str | None = None,
   mode: str | None = None,
   compare: bool = False,
 ) -> int:
@@ -282,11 +288,12 @@ def run(
     checkpoint: folder of a model; None: random weights.
     load: file of a trace of sessions.
     shape: name of `engine_shapes`.
+    batch: requests at once, with commas; None: those of the shape.
     mode: of the numerics.
     compare: measure modes in turns instead.
 
   Raises:
-    ValueError: no such shape, mode, checkpoint or trace.
+    ValueError: no such shape, batch, mode, checkpoint or trace.
   """
   on_cpu = dispatch.platform() == 'cpu'
   where = None if checkpoint is None else pathlib.Path(checkpoint)
@@ -308,14 +315,14 @@ def run(
       raise ValueError(
         f'--mode={mode} and --compare: it measures modes in turns'
       )
-    weights = {m: setup(name, where, m) for m in engine_compare.MODES}
+    weights = {m: setup(name, where, m, batch) for m in engine_compare.MODES}
     served = weights['fast'][0]
     _say(f'{served.what}, on {device}: bitwise, and its rate over that of fast')
     keep(device=device, model=served.what, jax=jax.__version__)
     weights = {m: w[1:] for m, w in weights.items()}
     engine_compare.measure(served, weights, _say, keep)
     return 0
-  served, numerics, params = setup(name, where, mode or '')
+  served, numerics, params = setup(name, where, mode or '', batch)
   _say(f'{served.what}; {numerics.mode}, {numerics.compute}, on {device}')
   keep(device=device, model=served.what, jax=jax.__version__)
   keep(numerics=dataclasses.asdict(numerics))

@@ -78,6 +78,21 @@ def shape(name: str) -> Shape:
   return SHAPES[name]
 
 
+def with_batches(shape: Shape, text: str) -> Shape:
+  """The same with these batches: whole numbers with commas between them.
+
+  Raises:
+    ValueError: they are not.
+  """
+  words = [word.strip() for word in text.split(',')]
+  if not all(word.isascii() and word.isdigit() and int(word) for word in words):
+    raise ValueError(
+      f'--batch={text} must be requests at once, such as 64, or 1,16: numbers'
+      ' from 1 on with commas between them'
+    )
+  return dataclasses.replace(shape, batches=tuple(map(int, words)))
+
+
 def draw(
   model: config_lib.ModelConfig, numerics: config_lib.NumericsConfig
 ) -> Any:

@@ -198,9 +198,9 @@ def small(monkeypatch):
 def test_the_whole_command(small, tmp_path, capsys):
   """Every part of it runs, is printed, and stands in the file."""
   path = tmp_path / 'engine.json'
-  assert bench.run(path) == 0
+  assert bench.run(path, batch='1, 2') == 0
   found = json.loads(path.read_text())
-  assert [one['batch'] for one in found['batches']] == [2]
+  assert [one['batch'] for one in found['batches']] == [1, 2]
   assert found['recording'] > 0 and found['sessions']['compilations'] == 0
   lines = capsys.readouterr().out.splitlines()
   assert any(line.startswith('recording at batch 2') for line in lines)
@@ -246,5 +246,8 @@ def test_engines_are_closed_where_one_of_them_fails(small, monkeypatch):
 def test_a_bad_choice_is_refused():
   with pytest.raises(ValueError, match='--mode=quick.*bitwise'):
     bench.run(mode='quick')
+  for wrong in ('0', '', '1,,2', '-1', '1.5', 'all', '²'):
+    with pytest.raises(ValueError, match=f'--batch={wrong} must be'):
+      bench.run(batch=wrong)
   with pytest.raises(ValueError, match='--shape=huge'):
     bench.run(shape='huge')
