@@ -9,7 +9,9 @@ processes that tests start.
 """
 
 import os
+import shutil
 import sys
+import tempfile
 
 import pytest
 
@@ -20,6 +22,14 @@ os.environ['JAX_PLATFORMS'] = (
   _PLATFORM if 'cpu' in _PLATFORM.split(',') else f'{_PLATFORM},cpu'
 )
 os.environ['JAX_NUMPY_RANK_PROMOTION'] = 'raise'
+# What one process of a run has compiled, the others read: most of what tests do on
+# a CPU is compiling, and workers, and the commands that tests start, compile the same.
+_CACHE = None
+if _PLATFORM == 'cpu' and 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+  _CACHE = tempfile.mkdtemp(prefix='composer-tests-')
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = _CACHE
+  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
+  os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '0'
 # Processes share a GPU.
 os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
 _DEVICES = '--xla_force_host_platform_device_count'
@@ -34,6 +44,11 @@ def pytest_xdist_auto_num_workers(config) -> int:
   if os.environ['JAX_PLATFORMS'] != 'cpu':
     return min(12, os.cpu_count() or 1)
   return 2 if all('.py' not in argument for argument in config.args) else 0
+
+
+def pytest_unconfigure() -> None:
+  if _CACHE is not None:  # of the process that made it, the last to go
+    shutil.rmtree(_CACHE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -43,20 +43,31 @@ def engine_config(batch: int, context: int, block: int, rows: int):
 def decoding(
   shape: Shape, numerics, batch: int
 ) -> tuple[Callable[..., Any], int]:
-  """(`STEPS` decode steps of `batch` rows as a function, pages of its cache).
+  """(`STEPS` decode steps of `batch` sequences as a function, pages of its cache).
 
   Of parameters, cache, and whether logprobs and routes are recorded; the first of
   what it gives is what was sampled, the second the cache.
   """
   model, block = shape.model, numerics.kv_block
-  context = shape.prompt + shape.new
+  context = shape.prompt + max(shape.new, STEPS)
   config = engine_config(batch, context, block, 2 * batch)
   size = programs.at_least(programs.ahead_sizes(numerics, config), batch)
   columns = programs.column_sizes(numerics, config)[-1]
   rows, _, draws, _ = batches.Maker(model, numerics, config).blank(
     size, columns, True, False
   )
-  ends = np.full(size, shape.prompt + STEPS, np.int32)
+  # Each of a sequence of its own, which is as long as its prompt: rows that are
+  # alike would meet the same experts.
+  own, each = np.arange(batch, dtype=np.int32), config.max_context // block
+  rows.slots[:batch] = own
+  rows.tables[:batch, :each] = 1 + each * own[:, None] + np.arange(each)
+  rows.positions[:batch] = shape.prompt
+  rows.tokens[:batch] = np.random.default_rng(0).integers(
+    0, model.vocab_size, batch
+  )
+  draws.seeds[:batch] = own
+  ends = np.where(np.arange(size) < batch, shape.prompt + STEPS, 0)
+  ends = ends.astype(np.int32)
   rows, ends, draws = jax.tree.map(jnp.asarray, (rows, ends, draws))
 
   def run(params, cache, record):

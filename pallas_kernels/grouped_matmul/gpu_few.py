@@ -74,9 +74,10 @@ class Few:
 def usual(rows: int, n: int) -> Few | None:
   """What one group takes of which the tunings say nothing, or None.
 
-  Of 16 pairs of K and N, (1024, 64) to (8192, 7168), each with 16, 64 and 256 rows,
-  and gated, an H200 took 0.51 to 0.89 of the time of `gpu`'s default for as many
-  blocks as here, and up to 1.7 for more. Of several groups neither was the faster.
+  Of 13 pairs of K and N, (1024, 64) to (8192, 7168), and of 3 that are gated, each
+  with 16, 64 and 256 rows, an H200 took 0.51 to 0.89 of the time of `gpu`'s default
+  for as many blocks as here, and up to 1.7 for more. Of several groups neither was
+  always the faster.
   """
   tiles = Few(columns=64, depth=128, stages=6, most=MOST)
   blocks = -(-rows // ROWS) * (n // tiles.columns)

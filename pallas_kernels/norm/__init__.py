@@ -6,8 +6,8 @@ Mean and product are in float32, and there is one rounding at the end. Where x i
 the sum of two (of a residual and what a layer adds to it), one kernel adds, and
 norms what it has added: `add_rms_norm`. Queries and keys that one product gives
 side by side, each kind with a scale of its own, one kernel norms where they are:
-`rms_norm_heads`. The reference adds as XLA likes: on a CPU
-the same row differs by some units in the last place among 41 rows and among 260.
+`rms_norm_heads`. The reference adds as XLA likes: on a CPU the same row differs by
+some units in the last place among 41 rows and among 260.
 """
 
 from __future__ import annotations

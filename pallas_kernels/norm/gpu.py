@@ -101,9 +101,8 @@ def rms_norm_heads(
   """
   rows = x.reshape(-1, x.shape[-1])
   heads = _Heads(x.shape[1], counts)
-  return _by_lanes(rows, None, scales, epsilon, interpret, heads)[0].reshape(
-    x.shape
-  )
+  (y,) = _by_lanes(rows, None, scales, epsilon, interpret, heads)
+  return y.reshape(x.shape)
 
 
 def _narrow(x) -> bool:
@@ -172,9 +171,8 @@ def shared_by(depth: int, size: int) -> int:
 def _lanes(
   w, *refs, depth: int, share: int, epsilon: float, adds: bool, heads: _Heads
 ) -> None:
-  x, *others, y = refs
-  more, total = (others.pop(0), others.pop()) if adds else (None, None)
-  scales = others
+  x, *scales, y = refs
+  more, total = (scales.pop(0), scales.pop()) if adds else (None, None)
   each = VECTOR // x.bytes
   row = (w.warp * warp.LANES + w.lane) // share
   own = (w.lane & (share - 1)) * each  # first number of a row that it holds
