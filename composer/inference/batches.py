@@ -103,12 +103,12 @@ class Maker:
     size = programs.at_least(self._ahead_sizes, len(parts))
     slots = np.full(size, self.nobody, np.int32)
     positions, tokens, ends = np.zeros((3, size), np.int32)
-    for row, part in enumerate(parts):
-      slots[row], positions[row] = part.sequence.slot, part.start
-      tokens[row] = _token(part.sequence, part.start)
-      ends[row] = part.start + part.count
+    sequences, count = [p.sequence for p in parts], len(parts)
+    slots[:count] = [s.slot for s in sequences]
+    positions[:count] = [p.start for p in parts]
+    tokens[:count] = [_token(p.sequence, p.start) for p in parts]
+    ends[:count] = [p.start + p.count for p in parts]
     rows = self._rows(slots, positions, tokens, self._tables(parts))
-    sequences = [p.sequence for p in parts]
     return rows, ends, *self._draws(sequences, size, positions)
 
   def blank(self, size: int, columns: int, ahead: bool, cuts: bool) -> tuple:
@@ -178,9 +178,9 @@ class Maker:
   ) -> tuple[sampling.Draws, sampling.Cuts | None]:
     temperature = np.ones(count, np.float32)
     seeds = np.zeros(count, np.uint32)
-    for n, sequence in enumerate(sequences):
-      temperature[n] = sequence.request.temperature
-      seeds[n] = sequence.request.seed & 0xFFFFFFFF
+    requests = [s.request for s in sequences]
+    temperature[: len(requests)] = [r.temperature for r in requests]
+    seeds[: len(requests)] = [r.seed & 0xFFFFFFFF for r in requests]
     draws = sampling.Draws(temperature, seeds, positions)
     if not any(s.cuts or s.request.top_logprobs for s in sequences):
       return draws, None

@@ -494,14 +494,16 @@ class Engine:
     One more token must be had, if others have to give pages back for it; those
     of a run ahead, or of a draft, are taken where there are some.
     """
-    block = self._numerics.kv_block
+    block, reach = self._numerics.kv_block, self._rules.reach
     for sequence in list(self._running):
       if sequence.slot < 0:  # it ended, or had to stop for another
         continue
       last = sequence.size - 1  # the last token is never computed
-      must = min(sequence.due, last)
-      want = min(sequence.due - 1 + self._rules.reach, last)
+      want = min(sequence.due - 1 + reach, last)
       held = len(sequence.pages)
+      if want <= held * block:
+        continue
+      must = min(sequence.due, last)
       need = -(-must // block) - held
       if need > 0 and not self._make_room(sequence, need):
         continue
@@ -602,9 +604,20 @@ class Engine:
         continue  # it ended while this step ran
       rows += part.count
       if flight.steps:
-        here = _rows_of(answer, (slice(part.count), n))
-        routes = experts[: part.count, n]
-        sampled += self._record(part, here, routes, flight)
+        several = slice(part.count), n
+        if _draws_from_all(sequence):
+          sampled += sequence_lib.run(
+            sequence,
+            part.start,
+            answer.tokens[several],
+            answer.logprobs[several],
+            experts[several],
+            flight.version,
+          )
+          self._publish_pages(sequence)
+        else:
+          here = _rows_of(answer, several)
+          sampled += self._record(part, here, experts[several], flight)
       elif _plain(part):
         sequence_lib.advance(
           sequence,
@@ -749,8 +762,12 @@ class Engine:
 def _plain(part: Part) -> bool:
   """Whether it is one row of a sequence that draws one token from all."""
   single = part.count == part.draws == 1 and part.proposed is None
-  sequence = part.sequence
-  return single and not (sequence.cuts or sequence.request.top_logprobs)
+  return single and _draws_from_all(part.sequence)
+
+
+def _draws_from_all(sequence: Sequence) -> bool:
+  """Whether nothing but tokens, logprobs and routes is to be noted of it."""
+  return not (sequence.cuts or sequence.request.top_logprobs)
 
 
 def _rows_of(answer: sampling.Answer, at: Any) -> sampling.Answer:

@@ -140,16 +140,32 @@ def extend(
   new = tokens[: sequence.size - at]
   taken = len(new)
   sequence.tokens[at : at + taken] = new
-  for n, token in enumerate(new.tolist(), 1):
-    if token in sequence.stop_ids or _stops(sequence, at + n):
-      sequence.stop_reason, taken = 'stop', n
-      break
+  ids = new.tolist()
+  if sequence.stops or not sequence.stop_ids.isdisjoint(ids):
+    for n, token in enumerate(ids, 1):
+      if token in sequence.stop_ids or _stops(sequence, at + n):
+        sequence.stop_reason, taken = 'stop', n
+        break
   end = at + taken
   sequence.logprobs[at:end] = logprobs[:taken]
   sequence.versions[at:end] = version
   sequence.length = end
   if end == sequence.size and not sequence.stop_reason:
     sequence.stop_reason = 'length'
+  return taken
+
+
+def run(
+  sequence: Sequence,
+  start: int,
+  tokens: np.ndarray,
+  logprobs: np.ndarray,
+  experts: np.ndarray,
+  version: int,
+) -> int:
+  """`extend` and `record` of n rows that drew a token each, routes [n, L, K]."""
+  taken = extend(sequence, tokens, logprobs, version)
+  record(sequence, start, experts[:taken], version)
   return taken
 
 
