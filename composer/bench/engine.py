@@ -37,6 +37,7 @@ import functools
 import importlib.util
 import json
 import pathlib
+import sys
 import time
 from typing import Any
 
@@ -143,13 +144,21 @@ def warm(
   numerics: config_lib.NumericsConfig,
   config: config_lib.EngineConfig,
   params: Any,
+  what: str,
 ) -> Warm:
-  """Of prepared parameters, as version 0; close it."""
+  """Of prepared parameters, as version 0; close it.
+
+  How far it is stands on standard error, after `what` it is.
+  """
+
+  def say(line: str) -> None:
+    print(f'{what}: {line}', file=sys.stderr, flush=True)
+
   engine = engine_lib.Engine(model, numerics, config)
   try:
     engine.activate(0, params)
     started = time.perf_counter()
-    programs = engine.warm_up(seconds=LIMIT_S)
+    programs = engine.warm_up(seconds=LIMIT_S, say=say)
     return Warm(engine, programs, time.perf_counter() - started)
   except BaseException:
     engine.close()
@@ -161,7 +170,7 @@ def warm_batch(shape: Shape, numerics, params, batch: int) -> Warm:
   rows = _rows(shape, numerics, batch)
   context = shape.prompt + shape.new
   config = engine_steps.engine_config(batch, context, numerics.kv_block, rows)
-  return warm(shape.model, numerics, config, params)
+  return warm(shape.model, numerics, config, params, f'batch {batch}')
 
 
 def serve(
@@ -363,7 +372,7 @@ def _measure(
   if shape.whole:
     rows = 128 if dispatch.platform() == 'cpu' else 512
     config = engine_load.engine_config(trace, numerics, rows)
-    ready = warm(shape.model, numerics, config, params)
+    ready = warm(shape.model, numerics, config, params, 'sessions')
     sessions = engine_load.measure(
       shape.model, numerics, trace, ceilings, ready.engine
     )

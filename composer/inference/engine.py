@@ -605,15 +605,10 @@ class Engine:
       rows += part.count
       if flight.steps:
         several = slice(part.count), n
-        if _draws_from_all(sequence):
-          sampled += sequence_lib.run(
-            sequence,
-            part.start,
-            answer.tokens[several],
-            answer.logprobs[several],
-            experts[several],
-            flight.version,
-          )
+        if sequence_lib.is_plain(sequence):
+          ours = answer.tokens[several], answer.logprobs[several]
+          ours = part.start, *ours, experts[several], flight.version
+          sampled += sequence_lib.run(sequence, *ours)
           self._publish_pages(sequence)
         else:
           here = _rows_of(answer, several)
@@ -762,12 +757,7 @@ class Engine:
 def _plain(part: Part) -> bool:
   """Whether it is one row of a sequence that draws one token from all."""
   single = part.count == part.draws == 1 and part.proposed is None
-  return single and _draws_from_all(part.sequence)
-
-
-def _draws_from_all(sequence: Sequence) -> bool:
-  """Whether nothing but tokens, logprobs and routes is to be noted of it."""
-  return not (sequence.cuts or sequence.request.top_logprobs)
+  return single and sequence_lib.is_plain(part.sequence)
 
 
 def _rows_of(answer: sampling.Answer, at: Any) -> sampling.Answer:

@@ -84,6 +84,11 @@ def cuts(request: Request) -> bool:
   )
 
 
+def is_plain(sequence: Sequence) -> bool:
+  """Whether nothing but tokens, logprobs and routes is to be noted of it."""
+  return not (sequence.cuts or sequence.request.top_logprobs)
+
+
 def rewind(sequence: Sequence) -> None:
   """Forgets keys and values, never what was sampled; pages are given back."""
   sequence.pages = []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import types
 
 import jax
@@ -90,7 +91,7 @@ def test_sessions_are_served_and_measured():
   )
   params = params_lib.init(transformer.spec(model), jax.random.key(0))
   config = engine_load.engine_config(trace, NUMERICS, 16)
-  ready = bench.warm(model, NUMERICS, config, params)
+  ready = bench.warm(model, NUMERICS, config, params, 'sessions')
   served = engine_load.measure(model, NUMERICS, trace, CEILINGS, ready.engine)
   assert served.compilations == 0 and served.preempted == 0
   assert 0.2 < served.hit_rate < 1 and served.pages > 0
@@ -219,8 +220,11 @@ def test_the_whole_command(small, tmp_path, capsys):
   found = json.loads(path.read_text())
   assert [one['batch'] for one in found['batches']] == [2]
   assert found['recording'] > 0 and found['sessions']['compilations'] == 0
-  lines = capsys.readouterr().out.splitlines()
+  said = capsys.readouterr()
+  lines = said.out.splitlines()
   assert any(line.startswith('recording at batch 2') for line in lines)
+  assert re.search(r'^batch 2: 1 of \d+ programs compiled', said.err, re.M)
+  assert re.search(r'^sessions: 1 of \d+ programs compiled', said.err, re.M)
 
 
 def test_modes_are_compared(small, tmp_path, capsys):
