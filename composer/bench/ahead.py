@@ -1,12 +1,11 @@
 """What a measurement will run, compiled side by side before it is.
 
 On an accelerator compiling takes minutes, one thread a program, and measuring
-seconds. So everything starts to compile at once, with arguments of the right
-shapes and nothing in them. Who needs a program waits for that one and gets it.
-
-That is worth it beside other work, such as training. Programs gain little by each
-other: jaxlib compiles the kernels of Mosaic GPU under one lock of the process, and
-they are most of what an engine compiles.
+seconds. So everything starts to compile at once, with arguments of the right shapes
+and nothing in them, beside other work such as training: programs gain little by
+each other, since jaxlib compiles the kernels of Mosaic GPU under one lock of the
+process, and they are most of what an engine compiles. Who needs a program waits for
+that one and gets it.
 """
 
 from __future__ import annotations

@@ -165,12 +165,15 @@ def warm(
     raise
 
 
-def warm_batch(shape: Shape, numerics, params, batch: int) -> Warm:
-  """What `measure_batch` measures."""
+def warm_batch(
+  shape: Shape, numerics, params, batch: int, what: str = ''
+) -> Warm:
+  """What `measure_batch` measures; see `warm`."""
   rows = _rows(shape, numerics, batch)
   context = shape.prompt + shape.new
   config = engine_steps.engine_config(batch, context, numerics.kv_block, rows)
-  return warm(shape.model, numerics, config, params, f'batch {batch}')
+  what = what or f'batch {batch}'
+  return warm(shape.model, numerics, config, params, what)
 
 
 def serve(
@@ -304,6 +307,10 @@ def run(
   Raises:
     ValueError: no such shape, batch, mode, checkpoint or trace.
   """
+  if compare and mode:
+    raise ValueError(f'--mode={mode} and --compare: it measures modes in turns')
+  if compare and load:
+    raise ValueError(f'--load={load} and --compare: it plays no sessions')
   on_cpu = dispatch.platform() == 'cpu'
   where = None if checkpoint is None else pathlib.Path(checkpoint)
   trace = engine_load.read(pathlib.Path(load)) if load else engine_load.DEFAULT
@@ -320,10 +327,6 @@ def run(
   if compare:
     from composer.bench import engine_compare
 
-    if mode:
-      raise ValueError(
-        f'--mode={mode} and --compare: it measures modes in turns'
-      )
     weights = {m: setup(name, where, m, batch) for m in engine_compare.MODES}
     served = weights['fast'][0]
     _say(f'{served.what}, on {device}: bitwise, and its rate over that of fast')

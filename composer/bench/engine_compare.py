@@ -53,7 +53,8 @@ def measure(
     with contextlib.ExitStack() as stack:
       warm = {}
       for mode in MODES:
-        warm[mode] = engine_bench.warm_batch(shape, *weights[mode], batch)
+        what = f'batch {batch}, {mode}'
+        warm[mode] = engine_bench.warm_batch(shape, *weights[mode], batch, what)
         stack.callback(warm[mode].close)
       engines[batch] = measure_engines(shape, batch, warm)
     took = f'{engines[batch]["bitwise"]:,.0f} tokens/s'

@@ -1,4 +1,4 @@
-"""Decode steps by themselves, as programs: what recording costs of them.
+"""Decode steps by themselves, as programs; and what recording costs of them.
 
 Dispatches are queued, as the engine's are: the device has the next one before the
 host has read anything of the one before.
@@ -117,7 +117,7 @@ def compile_recording(shape: Shape, numerics, params, batch: int) -> Recording:
 
 
 def measure_recording(
-  shape: Shape, numerics, params, programs: Recording
+  shape: Shape, numerics, params, recording: Recording
 ) -> float:
   """Time of decode steps with logprobs and routes, over that without.
 
@@ -125,7 +125,7 @@ def measure_recording(
   now that one, so that what else the machine does meets both. What of recording
   the host does runs beside the device.
   """
-  steps, pages = programs
+  steps, pages = recording
   cache = transformer.init_cache(shape.model, numerics, pages)
   ratios = []
   for turn in range(PAIRS + 1):

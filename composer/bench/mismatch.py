@@ -109,9 +109,8 @@ def measure_plans(
 
   The engine's rate is that of the sessions, or the median of `REPEATS` batches of
   others and perhaps of another engine (`timed`), where the first is short of pages
-  on purpose. `report`
-  gets what is found after every mode. `sides` are made already; `wait` gives what
-  is: a warm engine, and the trainer's functions compiled.
+  on purpose. `report` gets what is found after every mode. `sides` are made already;
+  `wait` gives what is: a warm engine, and the trainer's functions compiled.
   """
   found: dict[str, Measured] = {}
   sides = sides or _sides(experiment, modes)
@@ -205,10 +204,8 @@ def _engine_side(experiment, params, plans, waves, timed, ready, spent):
           stack.close()
           roomy = dataclasses.replace(experiment, engine=config)
           engine = stack.enter_context(_serving(roomy, wide))
-        rates = []
-        for repeat in range(
-          REPEATS
-        ):  # one is over within a fraction of a second
+        rates = []  # a batch is over within a fraction of a second
+        for repeat in range(REPEATS):
           _activate(engine, 2 + repeat, wide)  # forgets what pages hold
           whole = [slice(0, len(batch))]
           _, work, seconds = _serve(experiment, engine, batch, whole)

@@ -701,7 +701,8 @@ class Engine:
     """Every program in every shape, on scratch pages.
 
     They are compiled side by side: lowering holds this process, compiling does
-    not, and a program that was compiled is not compiled again when it is called.
+    not, but for kernels of Mosaic GPU, one at a time. A program that was compiled
+    is not compiled again when it is called.
     """
     numerics, config = self._numerics, self._config
     kinds = [(0, programs.step_sizes(numerics, config))]

@@ -247,8 +247,9 @@ def _tuned_few(x, w, transpose: bool = False, gated: bool = False):
 
   The first of these keys of the tunings that is there: K and N; any. Gated products
   have keys of their own, as what gains without gates need not gain with them, and
-  those of one group a table, and `gpu_few.usual` where it says nothing. See
-  `gpu_few.Few` of how many rows.
+  those of one group a table. For more rows than the key is for (`gpu_few.Few`), and
+  without one, a single group takes `gpu_few.usual`; but a key for no rows at all
+  says that this is not to be.
   """
   from pallas_kernels.grouped_matmul import gpu_few
 
@@ -256,14 +257,18 @@ def _tuned_few(x, w, transpose: bool = False, gated: bool = False):
     return None
   table = dispatch.tuning(ONE if w.shape[0] == 1 else NAME)
   kind = 'few gated' if gated else 'few'
+  most = None
   for key in (f'{kind} {x.shape[1]} {w.shape[-1]}', kind):
     if key in table:
       tiles = gpu_few.Few(**table[key])
       most = tiles.most
       if w.shape[0] > 1:
         most = min(most, tiles.rows * w.shape[0])
-      return tiles if x.shape[0] <= most else None
-  return gpu_few.usual(len(x), w.shape[-1]) if w.shape[0] == 1 else None
+      if x.shape[0] <= most:
+        return tiles
+      break
+  one = w.shape[0] == 1 and most != 0
+  return gpu_few.usual(len(x), w.shape[-1]) if one else None
 
 
 # --- Values and gradients ----------------------------------------------------

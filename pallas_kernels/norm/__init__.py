@@ -112,8 +112,8 @@ def rms_norm_heads(
     in x and scales.
 
   Raises:
-    ValueError: as `rms_norm`, or counts that are not as many as the scales, or of
-      more heads than there are.
+    ValueError: as `rms_norm`, or scales of different dtypes, or counts that are
+      not as many, or of more heads than there are.
   """
   if x.ndim != 3 or not scales or len(scales) != len(counts):
     raise ValueError(
@@ -216,6 +216,15 @@ def _parts(x, scales, counts) -> list[tuple[jax.Array, jax.Array]]:
   ]
 
 
+def _together(parts, counts, rest) -> jax.Array:
+  """What became of `_parts`, and after them the heads that `rest` has more."""
+  n, _, k = rest.shape
+  parts = [
+    part.reshape(n, count, k) for part, count in zip(parts, counts, strict=True)
+  ]
+  return jnp.concatenate([*parts, rest[:, sum(counts) :]], axis=1)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _rms_norm_heads(x, scales, counts, epsilon, chosen):
   if chosen.startswith('gpu'):
@@ -226,10 +235,9 @@ def _rms_norm_heads(x, scales, counts, epsilon, chosen):
       some = x, scales, counts, epsilon
       return gpu.rms_norm_heads(*some, interpret=interpret)
   normed = [
-    _rms_norm(*part, epsilon, chosen).reshape(len(x), -1, x.shape[-1])
-    for part in _parts(x, scales, counts)
+    _rms_norm(*part, epsilon, chosen) for part in _parts(x, scales, counts)
   ]
-  return jnp.concatenate([*normed, x[:, sum(counts) :]], axis=1)
+  return _together(normed, counts, x)
 
 
 def _heads_forward(x, scales, counts, epsilon, chosen):
@@ -243,8 +251,7 @@ def _heads_backward(counts, epsilon, chosen, saved, dy):
       _parts(*saved, counts), _parts(dy, saved[1], counts), strict=True
     )
   ]
-  dx = [d.reshape(len(dy), -1, dy.shape[-1]) for d, _ in found]
-  dx = jnp.concatenate([*dx, dy[:, sum(counts) :]], axis=1)
+  dx = _together([d for d, _ in found], counts, dy)
   return dx, tuple(dscale for _, dscale in found)
 
 

@@ -216,14 +216,14 @@ def small(monkeypatch):
 def test_the_whole_command(small, tmp_path, capsys):
   """Every part of it runs, is printed, and stands in the file."""
   path = tmp_path / 'engine.json'
-  assert bench.run(path, batch='2') == 0
+  assert bench.run(path, batch='3') == 0
   found = json.loads(path.read_text())
-  assert [one['batch'] for one in found['batches']] == [2]
+  assert [one['batch'] for one in found['batches']] == [3]
   assert found['recording'] > 0 and found['sessions']['compilations'] == 0
   said = capsys.readouterr()
   lines = said.out.splitlines()
-  assert any(line.startswith('recording at batch 2') for line in lines)
-  assert re.search(r'^batch 2: 1 of \d+ programs compiled', said.err, re.M)
+  assert any(line.startswith('recording at batch 3') for line in lines)
+  assert re.search(r'^batch 3: 1 of \d+ programs compiled', said.err, re.M)
   assert re.search(r'^sessions: 1 of \d+ programs compiled', said.err, re.M)
 
 
@@ -241,6 +241,8 @@ def test_modes_are_compared(small, tmp_path, capsys):
     assert line.split()[-3:] == [f'{ratio:.2f}', 'of', 'fast']
   with pytest.raises(ValueError, match='modes in turns'):
     bench.run(mode='fast', compare=True)
+  with pytest.raises(ValueError, match='plays no sessions'):
+    bench.run(load='trace.json', compare=True)
 
 
 def test_engines_are_closed_where_one_of_them_fails(small, monkeypatch):
@@ -267,6 +269,8 @@ def test_engines_are_closed_where_one_of_them_fails(small, monkeypatch):
 def test_a_bad_choice_is_refused():
   with pytest.raises(ValueError, match='--mode=quick.*bitwise'):
     bench.run(mode='quick')
+  shape = engine_shapes.shape('smollm2')
+  assert engine_shapes.with_batches(shape, '1, 16').batches == (1, 16)
   for wrong in ('0', '', '1,,2', '-1', '1.5', 'all', '²'):
     with pytest.raises(ValueError, match=f'--batch={wrong} must be'):
       bench.run(batch=wrong)

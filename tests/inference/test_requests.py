@@ -300,8 +300,10 @@ def test_a_bad_mask_ends_its_own_request(start, mask, error, message):
 # --- stops --------------------------------------------------------------------
 
 
-def test_stop_sequences(start):
-  engine = start()
+@pytest.mark.parametrize('more', [{}, {'run_ahead': 3}, {'draft': 'ngram'}])
+def test_stop_sequences(start, more):
+  """Of rows one by one, of runs ahead, and of drafts: across their ends too."""
+  engine = start(dataclasses.replace(CONFIG, **more))
   (free,) = answer(engine, request([1, 2, 3], 0, 20))
   tokens = free.tokens.tolist()
   for at, size in ((6, 2), (9, 3), (1, 1)):

@@ -190,8 +190,9 @@ def test_the_tunings_say_where_it_is_taken(monkeypatch):
   assert tuned(8, 64) == gpu_few.Few(64, most=8)
   assert tuned(64, 64, gated=True) == gpu_few.Few(columns=16)
   assert tuned(8, 128, gated=True) == gpu_few.Few(64, most=8)
-  assert tuned(9, 128, gated=True) is None
-  assert tuned(65, 128) is tuned(8, 128, groups=2) is None
+  usual = gpu_few.Few(columns=64, depth=128, stages=6, most=256)
+  assert tuned(9, 128, gated=True) == tuned(65, 128) == usual
+  assert tuned(257, 128) is tuned(8, 128, groups=2) is None
   assert tuned(0, 128) is tuned(8, 128, transpose=True) is None
   name = grouped_matmul.NAME
   few = {'few 128 64': dict(rows=8)}
@@ -217,7 +218,7 @@ def test_what_no_tuning_knows_takes_it_where_blocks_are_few(monkeypatch):
     w = jax.ShapeDtypeStruct(w, jnp.bfloat16)
     return grouped_matmul._tuned_few(x, w, False, gated)
 
-  few = gpu_few.Few(columns=64, depth=128, stages=6, most=256)
+  few = gpu_few.usual(1, 64)
   for gated in (False, True):
     assert tuned(1, 64, gated) == tuned(256, 64, gated) == few
     assert tuned(257, 64, gated) is None
@@ -225,6 +226,10 @@ def test_what_no_tuning_knows_takes_it_where_blocks_are_few(monkeypatch):
     assert tuned(64, 64 * (3 * cores + 1), gated) is None
     assert tuned(65, 64 * 3 * cores, gated) is None
     assert tuned(8, 64, gated, groups=2) is None
+  none = {'few 128 64': dict(most=0), 'few gated': dict(most=0)}
+  monkeypatch.setattr(dispatch, 'tuning', lambda name: none)
+  assert tuned(8, 64) is tuned(8, 64, gated=True) is None
+  assert tuned(8, 128) == few
 
 
 def test_tunings_can_be():

@@ -66,6 +66,20 @@ def test_every_implementation(name):
   np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=8e-3)
 
 
+@pytest.mark.parametrize('name', ['reference', 'gpu_interpret'])
+def test_no_rows(name):
+  x, scales = draw(0, 6, 64), (draw(64, seed=1), draw(64, seed=2))
+
+  def run(x, scales):
+    return norm.rms_norm_heads(x, scales, (3, 2), implementation=name)
+
+  y, pull = jax.vjp(run, x, scales)
+  dx, dscales = pull(y)
+  assert y.shape == dx.shape == x.shape
+  for one in dscales:
+    np.testing.assert_array_equal(one, np.zeros(64))
+
+
 @needs_interpreter
 def test_heads_that_no_lanes_take_are_normed_apart():
   x, scales = draw(2, 4, 1024), [draw(1024, seed=1), draw(1024, seed=2)]
