@@ -150,7 +150,8 @@ def product(
     return tpu.grouped_matmul(x, w[None], rows, **more)
   from pallas_kernels.grouped_matmul import gpu
 
-  tiles = _tuned_few(x, w[None], transpose) or gpu.Tiles(stages=3, slots=2)
+  tiles = _tuned_few(x, w[None], transpose, interpret=more['interpret'])
+  tiles = tiles or gpu.Tiles(stages=3, slots=2)
   return _run_gpu(x, w[None], rows, tiles, **more)
 
 
@@ -242,14 +243,17 @@ def _tuned(
   return tiles
 
 
-def _tuned_few(x, w, transpose: bool = False, gated: bool = False):
+def _tuned_few(
+  x, w, transpose: bool = False, gated: bool = False, interpret: bool = False
+):
   """Tiles of the kernel of few rows, where it is to be taken here, or None.
 
   The first of these keys of the tunings that is there: K and N; any. Gated products
   have keys of their own, as what gains without gates need not gain with them, and
   those of one group a table. For more rows than the key is for (`gpu_few.Few`), and
   without one, a single group takes `gpu_few.usual`; but a key for no rows at all
-  says that this is not to be.
+  says that this is not to be. Nor does the interpreter: it adds up a stage at once,
+  so that another depth has other bits there.
   """
   from pallas_kernels.grouped_matmul import gpu_few
 
@@ -267,7 +271,7 @@ def _tuned_few(x, w, transpose: bool = False, gated: bool = False):
       if x.shape[0] <= most:
         return tiles
       break
-  one = w.shape[0] == 1 and most != 0
+  one = w.shape[0] == 1 and most != 0 and not interpret
   return gpu_few.usual(len(x), w.shape[-1]) if one else None
 
 
@@ -286,7 +290,7 @@ def _run(x, w, group_sizes, transpose, gated, chosen, tiles):
     )
   interpret = chosen.endswith('interpret')
   if chosen.startswith('gpu'):
-    tiles = tiles or _tuned_few(x, w, transpose, gated)
+    tiles = tiles or _tuned_few(x, w, transpose, gated, interpret)
     tiles = tiles or _tuned('rows', *x.shape, n, w.shape[0], gated)
     more = dict(transpose=transpose, gated=gated, interpret=interpret)
     return _run_gpu(x, w, group_sizes, tiles, **more)

@@ -230,6 +230,9 @@ def test_what_no_tuning_knows_takes_it_where_blocks_are_few(monkeypatch):
   monkeypatch.setattr(dispatch, 'tuning', lambda name: none)
   assert tuned(8, 64) is tuned(8, 64, gated=True) is None
   assert tuned(8, 128) == few
+  # The interpreter adds up a stage at once.
+  x, w = draw(8, 128), draw(1, 128, 64)
+  assert grouped_matmul._tuned_few(x, w, interpret=True) is None
 
 
 def test_tunings_can_be():
