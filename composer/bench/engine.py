@@ -47,6 +47,7 @@ import numpy as np
 
 from composer import config as config_lib
 from composer import records
+from composer.bench import ahead
 from composer.bench import engine_load
 from composer.bench import engine_roofline
 from composer.bench import engine_shapes
@@ -57,7 +58,6 @@ from pallas_kernels import dispatch
 
 Shape = engine_shapes.Shape
 REPEATS = 3
-LIMIT_S = 900.0  # in which an engine has to have compiled its programs
 MOVED = 1.2  # from which ceilings that are measured again are others
 MODES = ('fast', 'aligned', 'bitwise')
 HEADER = (
@@ -158,7 +158,7 @@ def warm(
   try:
     engine.activate(0, params)
     started = time.perf_counter()
-    programs = engine.warm_up(seconds=LIMIT_S, say=say)
+    programs = engine.warm_up(seconds=ahead.LIMIT_S, say=say)
     return Warm(engine, programs, time.perf_counter() - started)
   except BaseException:
     engine.close()
@@ -364,12 +364,7 @@ def _measure(
     _say(batch_line(measured[-1]))
     keep(batches=[dataclasses.asdict(b) for b in measured])
   most = shape.batches[-1]
-  recording = engine_steps.measure_recording(
-    shape,
-    numerics,
-    params,
-    engine_steps.compile_recording(shape, numerics, params, most),
-  )
+  recording = engine_steps.measure_recording(shape, numerics, params, most)
   _say(f'recording at batch {most}: {recording - 1:+.1%} of a step')
   keep(recording=recording)
   if shape.whole:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import contextlib
+import functools
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from composer.bench import engine as engine_bench
 from composer.bench import engine_shapes
 from composer.bench import engine_steps
-from composer.model import transformer
+from composer.inference import engine as engine_lib
 
 Shape = engine_shapes.Shape
 MODES = ('fast', 'bitwise')
@@ -41,11 +42,7 @@ def measure(
   """
   modes, engines = {}, {}
   for batch in shape.batches:
-    steps = {
-      mode: engine_steps.compiled(shape, *weights[mode], batch)
-      for mode in MODES
-    }
-    modes[batch] = measure_steps(shape, weights, steps)
+    modes[batch] = measure_steps(shape, weights, batch)
     rates = {mode: 1 / s for mode, s in modes[batch].items()}
     took = f'{modes[batch]["bitwise"] * 1e6:,.0f} us'
     say(line(f'decode step, batch {batch}', took, rates))
@@ -63,22 +60,13 @@ def measure(
 
 
 def measure_steps(
-  shape: Shape, weights: Weights, steps: Mapping[str, tuple[Any, int]]
+  shape: Shape, weights: Weights, batch: int
 ) -> dict[str, float]:
-  """Seconds of a decode step by mode, medians; of `engine_steps.compiled`."""
-  caches = {
-    mode: transformer.init_cache(shape.model, weights[mode][0], pages)
-    for mode, (_, pages) in steps.items()
+  """Seconds of a decode step by mode, medians."""
+  calls = {
+    mode: engine_steps.timed(shape, *weights[mode], batch) for mode in MODES
   }
-  took: dict[str, list[float]] = {mode: [] for mode in steps}
-  for turn in range(engine_steps.PAIRS + 1):
-    for mode in sorted(steps, reverse=bool(turn % 2)):
-      seconds, caches[mode] = engine_steps.seconds(
-        steps[mode][0], weights[mode][1], caches[mode]
-      )
-      took[mode].append(seconds)
-  # The first turn finds nothing in any cache.
-  return {mode: float(np.median(t[1:])) for mode, t in took.items()}
+  return _medians(engine_steps.in_turns(calls, engine_steps.TURNS))
 
 
 def measure_engines(
@@ -86,13 +74,19 @@ def measure_engines(
 ) -> dict[str, float]:
   """Sampled tokens/s of whole engines by mode, medians."""
   rng = np.random.default_rng(0)
-  took: dict[str, list[float]] = {mode: [] for mode in warm}
-  for turn in range(TURNS + 1):
-    for mode in sorted(warm, reverse=bool(turn % 2)):
-      engine = warm[mode].engine
-      seconds = engine_bench.serve(shape, engine, rng, batch, shape.new)
-      took[mode].append(batch * shape.new / seconds)
-  return {mode: float(np.median(t[1:])) for mode, t in took.items()}
+
+  def rate(engine: engine_lib.Engine) -> float:
+    seconds = engine_bench.serve(shape, engine, rng, batch, shape.new)
+    return batch * shape.new / seconds
+
+  calls = {
+    mode: functools.partial(rate, one.engine) for mode, one in warm.items()
+  }
+  return _medians(engine_steps.in_turns(calls, TURNS))
+
+
+def _medians(took: Mapping[str, np.ndarray]) -> dict[str, float]:
+  return {mode: float(np.median(values)) for mode, values in took.items()}
 
 
 def line(what: str, took: str, rates: Mapping[str, float]) -> str:

@@ -6,7 +6,7 @@ host has read anything of the one before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import time
 from typing import Any
 
@@ -21,12 +21,9 @@ from composer.inference import programs
 from composer.model import transformer
 
 Shape = engine_shapes.Shape
-PAIRS = 20  # of steps with and without recording, or turns of modes
+TURNS = 20  # of steps with and without recording, or of modes
 STEPS = 8  # of decoding in one dispatch
 QUEUED = 4  # dispatches, after which the host waits
-
-# By whether it records, the program; and pages of its cache.
-Recording = tuple[dict[bool, Callable[..., Any]], int]
 
 
 def engine_config(batch: int, context: int, block: int, rows: int):
@@ -82,55 +79,49 @@ def decoding(
   return run, config.pages
 
 
-def seconds(
-  program: Callable[..., Any], params: Any, cache: Any
-) -> tuple[float, Any]:
-  """(of a decode step of a compiled `decoding`, its cache, which it takes)."""
-  kept = []
-  started = time.perf_counter()
-  for _ in range(QUEUED):
-    out, cache, _ = program(params, cache)
-    kept.append(out)
-  jax.block_until_ready((kept, cache))
-  return (time.perf_counter() - started) / (QUEUED * STEPS), cache
-
-
-def compiled(
+def timed(
   shape: Shape, numerics, params, batch: int, record: bool = True
-) -> tuple[Callable[..., Any], int]:
-  """`decoding` as a program of parameters and cache, and pages of that."""
+) -> Callable[[], float]:
+  """Seconds of a step of `decoding`, measured whenever it is called; compiled."""
   run, pages = decoding(shape, numerics, batch)
-  cache = jax.eval_shape(
-    lambda: transformer.init_cache(shape.model, numerics, pages)
-  )
+  cache = transformer.init_cache(shape.model, numerics, pages)
   run = jax.jit(run, static_argnums=2, donate_argnums=1)
-  return run.lower(params, cache, record).compile(), pages
+  program = run.lower(params, cache, record).compile()
+
+  def seconds() -> float:
+    nonlocal cache
+    kept = []
+    started = time.perf_counter()
+    for _ in range(QUEUED):
+      out, cache, _ = program(params, cache)
+      kept.append(out)
+    jax.block_until_ready((kept, cache))
+    return (time.perf_counter() - started) / (QUEUED * STEPS)
+
+  return seconds
 
 
-def compile_recording(shape: Shape, numerics, params, batch: int) -> Recording:
-  """What `measure_recording` runs."""
-  both = {
-    record: compiled(shape, numerics, params, batch, record)
-    for record in (False, True)
-  }
-  return {record: one for record, (one, _) in both.items()}, both[True][1]
+def in_turns(
+  calls: Mapping[Any, Callable[[], float]], turns: int
+) -> dict[Any, np.ndarray]:
+  """What each gives in so many turns, in which all come once.
+
+  Now in this order and now in the other, so that what else the machine does meets
+  all; after a turn that finds nothing in any cache.
+  """
+  found: dict[Any, list[float]] = {name: [] for name in calls}
+  for turn in range(turns + 1):
+    for name in list(calls)[:: -1 if turn % 2 else 1]:
+      found[name].append(calls[name]())
+  return {name: np.asarray(values[1:]) for name, values in found.items()}
 
 
-def measure_recording(
-  shape: Shape, numerics, params, recording: Recording
-) -> float:
+def measure_recording(shape: Shape, numerics, params, batch: int) -> float:
   """Time of decode steps with logprobs and routes, over that without.
 
-  The median of pairs that run one right after the other, now this one first and
-  now that one, so that what else the machine does meets both. What of recording
-  the host does runs beside the device.
+  The median of pairs. What of recording the host does runs beside the device.
   """
-  steps, pages = recording
-  cache = transformer.init_cache(shape.model, numerics, pages)
-  ratios = []
-  for turn in range(PAIRS + 1):
-    took = {}
-    for record in (False, True) if turn % 2 else (True, False):
-      took[record], cache = seconds(steps[record], params, cache)
-    ratios.append(took[True] / took[False])
-  return float(np.median(ratios[1:]))  # the first finds nothing in any cache
+  of = shape, numerics, params, batch
+  calls = {record: timed(*of, record) for record in (False, True)}
+  took = in_turns(calls, TURNS)
+  return float(np.median(took[True] / took[False]))

@@ -53,7 +53,6 @@ from composer.inference import pace
 from composer.inference import planning
 from composer.inference import programs
 from composer.inference import replies
-from composer.inference import sampling
 from composer.inference import sequence as sequence_lib
 from composer.inference import speculate
 from composer.model import held
@@ -604,15 +603,8 @@ class Engine:
         continue  # it ended while this step ran
       rows += part.count
       if flight.steps:
-        several = slice(part.count), n
-        if sequence_lib.is_plain(sequence):
-          ours = answer.tokens[several], answer.logprobs[several]
-          ours = part.start, *ours, experts[several], flight.version
-          sampled += sequence_lib.run(sequence, *ours)
-          self._publish_pages(sequence)
-        else:
-          here = _rows_of(answer, several)
-          sampled += self._record(part, here, experts[several], flight)
+        here = slice(part.count), n
+        sampled += self._record(part, answer, here, experts[here], flight)
       elif _plain(part):
         sequence_lib.advance(
           sequence,
@@ -625,9 +617,9 @@ class Engine:
         self._publish_pages(sequence)
         sampled += 1
       else:
-        here = _rows_of(answer, (0, slice(at, draw)))
+        here = 0, slice(at, draw)
         routes = experts[0, part.row : part.row + part.count]
-        sampled += self._record(part, here, routes, flight)
+        sampled += self._record(part, answer, here, routes, flight)
       if part.draws and (piece := sequence_lib.piece(sequence)):
         tell = functools.partial(self._tell, sequence)
         replied.append((sequence.future, (tell, piece)))
@@ -650,23 +642,28 @@ class Engine:
       replies.deliver(replied)
     self._answered(done)
 
-  def _record(self, part, answer, routes, flight) -> int:
-    """Notes what one sequence's rows gave; how many tokens it sampled."""
+  def _record(self, part, answer, here, routes, flight) -> int:
+    """Notes what one sequence's rows gave; how many tokens it sampled.
+
+    `here` are its draws in the answer, of which nothing is cut out that is not
+    wanted: that is much of what the host does.
+    """
     sequence, taken = part.sequence, 0
     if part.draws:
-      tokens, kept = answer.tokens, answer.kept
+      tokens = answer.tokens[here]
       if part.proposed is not None:
         good = drafts.accepted(part.proposed, tokens)
         self._count(proposed=len(part.proposed), accepted=good)
         tokens = tokens[: good + 1]
       taken = sequence_lib.extend(
-        sequence, tokens, answer.logprobs, flight.version
+        sequence, tokens, answer.logprobs[here], flight.version
       )
       if sequence.cuts:
-        sequence_lib.keep(sequence, kept[:taken], self._model.vocab_size)
+        kept = answer.kept[here][:taken]
+        sequence_lib.keep(sequence, kept, self._model.vocab_size)
       if sequence.request.top_logprobs:
-        top = answer.top_ids[:taken], answer.top_logprobs[:taken]
-        sequence_lib.tell(sequence, *top)
+        top = answer.top_ids[here], answer.top_logprobs[here]
+        sequence_lib.tell(sequence, *(x[:taken] for x in top))
     several = flight.steps or part.proposed is not None
     count = taken if several else part.count
     sequence_lib.record(sequence, part.start, routes[:count], flight.version)
@@ -758,11 +755,8 @@ class Engine:
 def _plain(part: Part) -> bool:
   """Whether it is one row of a sequence that draws one token from all."""
   single = part.count == part.draws == 1 and part.proposed is None
-  return single and sequence_lib.is_plain(part.sequence)
-
-
-def _rows_of(answer: sampling.Answer, at: Any) -> sampling.Answer:
-  return sampling.Answer(*(None if x is None else x[at] for x in answer))
+  sequence = part.sequence
+  return single and not (sequence.cuts or sequence.request.top_logprobs)
 
 
 def prepare(

@@ -84,11 +84,6 @@ def cuts(request: Request) -> bool:
   )
 
 
-def is_plain(sequence: Sequence) -> bool:
-  """Whether nothing but tokens, logprobs and routes is to be noted of it."""
-  return not (sequence.cuts or sequence.request.top_logprobs)
-
-
 def rewind(sequence: Sequence) -> None:
   """Forgets keys and values, never what was sampled; pages are given back."""
   sequence.pages = []
@@ -157,20 +152,6 @@ def extend(
   sequence.length = end
   if end == sequence.size and not sequence.stop_reason:
     sequence.stop_reason = 'length'
-  return taken
-
-
-def run(
-  sequence: Sequence,
-  start: int,
-  tokens: np.ndarray,
-  logprobs: np.ndarray,
-  experts: np.ndarray,
-  version: int,
-) -> int:
-  """`extend` and `record` of n rows that drew a token each, routes [n, L, K]."""
-  taken = extend(sequence, tokens, logprobs, version)
-  record(sequence, start, experts[:taken], version)
   return taken
 
 

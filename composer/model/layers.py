@@ -11,6 +11,7 @@ and `aligned` the rows go through at once.
 from __future__ import annotations
 
 from collections.abc import Callable
+import functools
 import math
 from typing import Any
 
@@ -189,12 +190,8 @@ def norm_heads(
     return norm.rms_norm_heads(
       x, scales, counts, epsilon=eps, implementation=ops.dense
     )
-  ends = np.cumsum(counts)
-  normed = [
-    rms_norm(x[:, end - count : end], scale, eps, ops)
-    for end, count, scale in zip(ends, counts, scales, strict=True)
-  ]
-  return jnp.concatenate([*normed, x[:, ends[-1] :]], axis=1)
+  one = functools.partial(rms_norm, eps=eps, ops=ops)
+  return norm.reference.by_heads(x, scales, counts, one)
 
 
 def yarn_scale(factor: float, mscale: float) -> float:

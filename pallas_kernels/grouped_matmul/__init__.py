@@ -261,18 +261,18 @@ def _tuned_few(
     return None
   table = dispatch.tuning(ONE if w.shape[0] == 1 else NAME)
   kind = 'few gated' if gated else 'few'
-  most = None
-  for key in (f'{kind} {x.shape[1]} {w.shape[-1]}', kind):
-    if key in table:
-      tiles = gpu_few.Few(**table[key])
-      most = tiles.most
-      if w.shape[0] > 1:
-        most = min(most, tiles.rows * w.shape[0])
-      if x.shape[0] <= most:
-        return tiles
-      break
-  one = w.shape[0] == 1 and most != 0 and not interpret
-  return gpu_few.usual(len(x), w.shape[-1]) if one else None
+  keys = f'{kind} {x.shape[1]} {w.shape[-1]}', kind
+  tuned = next((table[key] for key in keys if key in table), None)
+  one, refused = w.shape[0] == 1, False
+  if tuned is not None:
+    tiles = gpu_few.Few(**tuned)
+    most = tiles.most if one else min(tiles.most, tiles.rows * w.shape[0])
+    if x.shape[0] <= most:
+      return tiles
+    refused = not tiles.most
+  if refused or interpret or not one:
+    return None
+  return gpu_few.usual(len(x), w.shape[-1])
 
 
 # --- Values and gradients ----------------------------------------------------

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 import functools
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import checks
 from pallas_kernels import dispatch
@@ -207,24 +205,6 @@ def _add_backward(epsilon, chosen, saved, cotangents):
 _add_rms_norm.defvjp(_add_forward, _add_backward)
 
 
-def _parts(x, scales, counts) -> list[tuple[jax.Array, jax.Array]]:
-  """(rows [N C, K], scale) of each count of heads of x [N, H, K]."""
-  ends = np.cumsum(counts)
-  return [
-    (x[:, end - count : end].reshape(-1, x.shape[-1]), scale)
-    for end, count, scale in zip(ends, counts, scales, strict=True)
-  ]
-
-
-def _together(parts, counts, rest) -> jax.Array:
-  """What became of `_parts`, and after them the heads that `rest` has more."""
-  n, _, k = rest.shape
-  parts = [
-    part.reshape(n, count, k) for part, count in zip(parts, counts, strict=True)
-  ]
-  return jnp.concatenate([*parts, rest[:, sum(counts) :]], axis=1)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _rms_norm_heads(x, scales, counts, epsilon, chosen):
   if chosen.startswith('gpu'):
@@ -234,10 +214,12 @@ def _rms_norm_heads(x, scales, counts, epsilon, chosen):
       interpret = chosen.endswith('interpret')
       some = x, scales, counts, epsilon
       return gpu.rms_norm_heads(*some, interpret=interpret)
-  normed = [
-    _rms_norm(*part, epsilon, chosen) for part in _parts(x, scales, counts)
-  ]
-  return _together(normed, counts, x)
+  return _apart(x, scales, counts, epsilon, chosen)
+
+
+def _apart(x, scales, counts, epsilon, chosen):
+  one = functools.partial(rms_norm, epsilon=epsilon, implementation=chosen)
+  return reference.by_heads(x, scales, counts, one)
 
 
 def _heads_forward(x, scales, counts, epsilon, chosen):
@@ -245,14 +227,12 @@ def _heads_forward(x, scales, counts, epsilon, chosen):
 
 
 def _heads_backward(counts, epsilon, chosen, saved, dy):
-  found = [
-    reference.gradients(*part, epsilon, dpart)
-    for part, (dpart, _) in zip(
-      _parts(*saved, counts), _parts(dy, saved[1], counts), strict=True
-    )
-  ]
-  dx = _together([d for d, _ in found], counts, dy)
-  return dx, tuple(dscale for _, dscale in found)
+  del chosen  # gradients are the reference's, as those of `rms_norm`
+
+  def apart(x, scales):
+    return _apart(x, scales, counts, epsilon, 'reference')
+
+  return jax.vjp(apart, *saved)[1](dy)
 
 
 _rms_norm_heads.defvjp(_heads_forward, _heads_backward)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
@@ -13,6 +16,18 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
   mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
   y = wide * lax.rsqrt(mean + epsilon)
   return (y * scale.astype(jnp.float32)[None, :]).astype(x.dtype)
+
+
+def by_heads(
+  x: jax.Array,
+  scales: Sequence[jax.Array],
+  counts: Sequence[int],
+  one: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+  """one(heads, scale) of each count of heads of x [N, H, K], and the others."""
+  *parts, rest = jnp.split(x, np.cumsum(counts), axis=1)
+  normed = [one(*both) for both in zip(parts, scales, strict=True)]
+  return jnp.concatenate([*normed, rest], axis=1)
 
 
 def add(x: jax.Array, y: jax.Array) -> jax.Array:

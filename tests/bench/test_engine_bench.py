@@ -207,7 +207,7 @@ def small(monkeypatch):
   trace = engine_load.draw(1, 2, turns=2, system=8, task=4, new=4, pause=0.01)
   monkeypatch.setattr(engine_load, 'DEFAULT', trace)
   monkeypatch.setitem(engine_shapes.SHAPES, 'quickstart', shape)
-  monkeypatch.setattr(engine_steps, 'PAIRS', 2)
+  monkeypatch.setattr(engine_steps, 'TURNS', 2)
   monkeypatch.setattr(engine_compare, 'TURNS', 2)
   monkeypatch.setattr(bench, 'REPEATS', 1)
   monkeypatch.setattr(engine_roofline, 'measure', lambda numerics: CEILINGS)
