@@ -275,15 +275,16 @@ def mixture(
     raise ValueError(
       f'unknown MoE implementation {implementation!r}; known: {sorted(EXPERTS)}'
     )
-  logits = operations.wide_matmul(ops, h, p['router'], p.get('router_parts'))
+  router = p['router'], p.get('router_parts')
   bias, sent = p.get('router_bias'), None
   compared = replay is not None and (audit or plausibility > 0)
   if layout is None and implementation == 'sorted' and not compared:
-    sent = operations.send(ops, h, logits, bias, config, replay)
+    sent = operations.send(ops, h, *router, bias, config, replay)
   if sent is not None:
     routed = Routed(sent.experts, sent.gates, sent.experts)
     out = _combined(p, sent.rows, sent.groups, sent.places, sent.gates, ops)
   else:
+    logits = operations.wide_matmul(ops, h, *router)
     routed = route(logits, bias, config, replay, plausibility, audit, ops)
     if layout is None:
       out = EXPERTS[implementation](p, h, routed, ops)

@@ -206,16 +206,14 @@ def parts(w: Array, dtype: jnp.dtype) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _wide_matmul(ops, x, w, stacked):
-  n = w.shape[1]
   stacked = parts(w, x.dtype) if stacked is None else stacked
   if ops.dense == XLA:
-    sums = logits(PLAIN, x, stacked)
-  else:
-    chosen = matmul_lib.choose(x, stacked, implementation=ops.dense)
-    if chosen == 'reference':
-      return wide_matmul(PLAIN, x, w)
-    sums = grouped_matmul.product(x, stacked, chosen)
-  return sums[:, :n] + (sums[:, n : 2 * n] + sums[:, 2 * n : 3 * n])
+    return route_lib.added(logits(PLAIN, x, stacked), w.shape[1])
+  chosen = matmul_lib.choose(x, stacked, implementation=ops.dense)
+  if chosen == 'reference':
+    return wide_matmul(PLAIN, x, w)
+  sums = grouped_matmul.product(x, stacked, chosen)
+  return route_lib.added(sums, w.shape[1])
 
 
 def _wide_matmul_forward(ops, x, w, stacked):
@@ -278,25 +276,37 @@ def route(
 def send(
   ops: Operations,
   x: Array,
-  logits: Array,
+  router: Array,
+  split: Array | None,
   bias: Array | None,
   config: config_lib.ModelConfig,
   replay: Array | None,
 ) -> route_lib.Sent | None:
-  """`route`, `order` and x [R, D] in that order; None but for few rows on a GPU.
+  """`wide_matmul` by the router, `route`, `order`, and x [R, D] in that order.
 
   Native experts are not found beside those that are replayed.
+
+  Args:
+    router: float32 [D, E]; `split`: see `wide_matmul`, whose three sums are then
+      added as they are routed.
+    (others): see there, and `route`.
+
+  Returns:
+    None but for few rows on a GPU.
   """
-  if ops.sparse == XLA:
+  own, some = _router(config, 0.0), {'implementation': ops.sparse}
+  whole = jax.ShapeDtypeStruct((len(x), config.experts), jnp.float32)
+  if ops.sparse == XLA or not route_lib.sends(x, whole, own, **some):
     return None
-  return route_lib.send(
-    x,
-    logits,
-    _selecting(bias),
-    _router(config, 0.0),
-    replay,
-    implementation=ops.sparse,
-  )
+  if (
+    split is not None
+    and splits(ops, x.dtype)
+    and matmul_lib.choose(x, split, implementation=ops.dense) != 'reference'
+  ):
+    found, some['experts'] = logits(ops, x, split), config.experts
+  else:
+    found = wide_matmul(ops, x, router, split)
+  return route_lib.send(x, found, _selecting(bias), own, replay, **some)
 
 
 def _selecting(bias: Array | None) -> Array | None:

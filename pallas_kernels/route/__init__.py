@@ -28,6 +28,7 @@ from pallas_kernels.route import reference
 NAME = 'route'
 KINDS = ('sigmoid', 'softmax')
 Router = reference.Router
+added = reference.added
 
 
 class Routed(NamedTuple):
@@ -154,6 +155,7 @@ def send(
   router: Router,
   replay: jax.Array | None = None,
   *,
+  experts: int | None = None,
   implementation: str | None = None,
 ) -> Sent | None:
   """`route`, `order`, and x in that order, of few rows in one launch.
@@ -161,28 +163,55 @@ def send(
   Args:
     x: [R, D].
     (others): see `route`; nothing is audited.
+    experts: E where logits are float32 [R, 3 E or more]: three that lie side by
+      side, of which a + (b + c) is routed. Where they are not many, adding them
+      is no launch.
 
   Returns:
     `Sent`, whose numbers are those of `route` and `order`, and differentiable
     alike; None where these are not few rows, or not for the GPU's kernel.
   """
-  _check(logits, bias, router, replay, False)
+  whole = logits
+  if experts is not None:
+    checks.whole(1, experts=experts)
+    if logits.ndim != 2 or logits.shape[1] < 3 * experts:
+      raise ValueError(
+        f'logits {logits.shape} must be [R, 3 E or more] with experts={experts}'
+      )
+    whole = jax.ShapeDtypeStruct((len(logits), experts), logits.dtype)
+  _check(whole, bias, router, replay, False)
   if x.ndim != 2 or x.shape[0] != logits.shape[0]:
     raise ValueError(f'x {x.shape} must be [R, D] with R = {logits.shape[0]}')
   checks.floats(x=x)
-  chosen = _choose(logits, router, implementation)
-  if not chosen.startswith('gpu'):
+  if not sends(x, whole, router, implementation=implementation):
     return None
   from pallas_kernels.route import gpu_few
 
-  if gpu_few.unsupported(x, logits, router):
-    return None
-  experts, gates, rows, places, sizes, *plans = _send(
-    x, logits, bias, replay, router, chosen
+  e = whole.shape[1]
+  if len(logits) * e > gpu_few.MOST_ADDED:
+    logits = reference.added(logits, e)
+  chosen = _choose(whole, router, implementation)
+  used, gates, rows, places, sizes, *plans = _send(
+    x, logits, bias, replay, router, e, chosen
   )
   tables = zip(plans[::2], plans[1::2], strict=True)
   planned = groups.Planned(sizes, dict(zip(gpu_few.TILES, tables, strict=True)))
-  return Sent(experts, gates, rows, places, planned)
+  return Sent(used, gates, rows, places, planned)
+
+
+def sends(
+  x: jax.Array,
+  logits: jax.Array | jax.ShapeDtypeStruct,
+  router: Router,
+  *,
+  implementation: str | None = None,
+) -> bool:
+  """Whether `send` gives something for such x [R, D] and logits [R, E]."""
+  if not _choose(logits, router, implementation).startswith('gpu'):
+    return False
+  from pallas_kernels.route import gpu_few
+
+  return gpu_few.unsupported(x, logits, router) is None
 
 
 # --- Checks and choice -------------------------------------------------------
@@ -306,39 +335,48 @@ def _forward(logits, bias, replay, router, whole, chosen):
 def _backward(router, whole, chosen, saved, cotangents):
   del whole, chosen
   logits, bias, replay, experts = saved
-  back = jax.vjp(lambda z: reference.gates_of(z, experts, router), logits)[1]
+  back = _pull(logits, bias, replay, experts, router, logits.shape[1])
+  return back(cotangents[1])
+
+
+def _pull(logits, bias, replay, experts, router, e: int):
+  """From the gates' cotangents to those of logits, bias and replay."""
+
+  def gates(logits):
+    return reference.gates_of(reference.added(logits, e), experts, router)
+
+  pull = jax.vjp(gates, logits)[1]
   zero = None if replay is None else np.zeros(replay.shape, jax.dtypes.float0)
-  return (
-    *back(cotangents[1]),
-    None if bias is None else jnp.zeros_like(bias),
-    zero,
-  )
+  dbias = None if bias is None else jnp.zeros_like(bias)
+  return lambda dgates: (*pull(dgates), dbias, zero)
 
 
 _route.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _send(x, logits, bias, replay, router, chosen):
-  return _send_forward(x, logits, bias, replay, router, chosen)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _send(x, logits, bias, replay, router, e, chosen):
+  return _send_forward(x, logits, bias, replay, router, e, chosen)[0]
 
 
-def _send_forward(x, logits, bias, replay, router, chosen):
+def _send_forward(x, logits, bias, replay, router, e, chosen):
   from pallas_kernels.route import gpu_few
 
   interpret = chosen.endswith('interpret')
-  found = gpu_few.send(x, logits, bias, replay, router, interpret=interpret)
+  found = gpu_few.send(x, logits, bias, replay, router, e, interpret=interpret)
   experts, places = found[0], found[3]
   return found, (logits, bias, replay, experts, places)
 
 
-def _send_backward(router, chosen, saved, cotangents):
+def _send_backward(router, e, chosen, saved, cotangents):
+  del chosen
   *routed, places = saved
   _, dgates, dsorted, *_ = cotangents
-  back = _backward(router, False, chosen, routed, (None, dgates))
+  back = _pull(*routed, router, e)
   rows, k = routed[3].shape
   dslots = dsorted[places].reshape(rows, k, -1)
-  return jnp.sum(dslots, axis=1, dtype=jnp.float32).astype(dslots.dtype), *back
+  dx = jnp.sum(dslots, axis=1, dtype=jnp.float32).astype(dslots.dtype)
+  return dx, *back(dgates)
 
 
 _send.defvjp(_send_forward, _send_backward)

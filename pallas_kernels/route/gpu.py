@@ -61,7 +61,7 @@ def route(
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Experts, gates and native experts [R, K]; native is unset without `whole`."""
-  rows = logits.shape[0]
+  rows, e = logits.shape
   inputs = [array for array in (logits, bias, replay) if array is not None]
   shape = (rows, router.k)
   experts = jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -72,8 +72,8 @@ def route(
     logits = refs.pop(0)
     bias_ref = None if bias is None else refs.pop(0)
     replay_ref = None if replay is None else refs.pop(0)
-    share = w.warp, w.warps
-    route_rows(w, share, logits, bias_ref, replay_ref, refs, router, whole)
+    given = (logits, bias_ref, replay_ref), e
+    route_rows(w, (w.warp, w.warps), *given, refs, router, whole)
 
   found = warp.run(
     kernel,
@@ -128,9 +128,8 @@ def order(
 def route_rows(
   w,
   share,
-  logits,
-  bias,
-  replay,
+  refs,
+  e: int,
   out,
   router: Router,
   whole: bool,
@@ -140,10 +139,10 @@ def route_rows(
 
   `share` is a warp's first row, and how many rows further its next one is; it
   does so many of them at once as `together` says, which must be 1 if `whole`.
+  `refs` are logits, bias and replay; logits of `e` experts, or what makes them
+  (`reference.added`).
   """
   rows = out[1].size // router.k
-  e = logits.size // rows
-  refs = logits, bias, replay
 
   def step(row):
     if together == 1:
@@ -161,7 +160,8 @@ def _route_row(w, row, e: int, refs, out, router, whole, here=None) -> None:
   """A row, or of several those that are `here`."""
   logits, bias, replay = refs
   slot = row * router.k + w.lane
-  loads = _Row(logits, row * e, e, router)
+  wide = logits.size // (out[1].size // router.k)
+  loads = _Row(logits, row * wide, e, wide != e, router)
 
   def write(experts, sums):
     chosen = _scores_of(w, loads, experts, sums)
@@ -211,22 +211,39 @@ def _zero(w):
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-  """A row of logits in memory: its first, and how many there are."""
+  """A row of logits in memory: its first, and how many there are.
+
+  `apart` says that they are three that are yet to be added.
+  """
 
   logits: warp.Ref
   first: warp.Value
   e: int
+  apart: bool
   router: Router
+
+  @property
+  def firsts(self) -> list:
+    """Where it begins, or each of the three does."""
+    count = 3 if self.apart else 1
+    return [self.first + i * self.e for i in range(count)]
+
+
+def _added(parts):
+  """What `_Row.firsts` are of; all are asked for before any is added."""
+  a, *more = parts
+  return a + (more[0] + more[1]) if more else a
 
 
 def _scores_of(w, row: _Row, experts, sums):
   """Lane i < k: the score of its expert, with the bits that all have."""
-  logit = w.when(
+  firsts = row.firsts
+  parts = w.when(
     w.lane < row.router.k,
-    lambda _: [w.load(row.logits, row.first + experts)],
-    [_zero(w)],
-  )[0]
-  return _score(w, logit, sums)
+    lambda *_: [w.load(row.logits, first + experts) for first in firsts],
+    [_zero(w)] * len(firsts),
+  )
+  return _score(w, _added(parts), sums)
 
 
 def _held(w, ref, first, e: int, past: float) -> list:
@@ -245,7 +262,11 @@ def _held(w, ref, first, e: int, past: float) -> list:
 
 
 def _logits(w, row: _Row) -> list:
-  return _held(w, row.logits, row.first, row.e, -jnp.inf)
+  parts = [
+    _held(w, row.logits, first, row.e, 0.0 if i else -jnp.inf)
+    for i, first in enumerate(row.firsts)
+  ]
+  return [_added(own) for own in zip(*parts, strict=True)]
 
 
 def _all_sums(w, row: _Row):

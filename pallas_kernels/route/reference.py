@@ -34,6 +34,17 @@ class Router:
   plausibility: float = 0.0
 
 
+def added(logits: jax.Array, e: int) -> jax.Array:
+  """Logits [R, E]: as they are, or a + (b + c) of three that lie side by side.
+
+  Of [R, 3 E and more] the first E are a, the next b; what follows c is not read.
+  """
+  if logits.shape[1] == e:
+    return logits
+  a, b, c = (logits[:, i * e : (i + 1) * e] for i in range(3))
+  return a + (b + c)
+
+
 def scores_of(logits: jax.Array, router: Router) -> jax.Array:
   logits = logits.astype(jnp.float32)
   if router.kind == 'softmax':

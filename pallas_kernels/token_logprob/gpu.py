@@ -175,6 +175,18 @@ def words_here(kept, column, here, by_row):
   ]
 
 
+def scaled(total, factor, number, columns: int):
+  """z [ROWS, BLOCK] of sums and the factors of rows; LOWEST past the last column.
+
+  Always a choice, and one that no compiler can make beforehand: of a product, and
+  z - m behind it, it would make one operation, which rounds once. A vocabulary of
+  few whole blocks is all it needs to know that no column is past the end; that a
+  factor is above 0 (that of a row that only fills a tile is not) it cannot know.
+  """
+  end = across(jnp.where(factor > 0, jnp.int32(columns), jnp.int32(0)))
+  return jnp.where(number < end, total * across(factor), LOWEST)
+
+
 def reduced(z):
   """m, s and u of z [ROWS, BLOCK]; what all bits of a sum hang on."""
   most = z.max(axis=1)
@@ -197,9 +209,7 @@ def _body(table, count, x, w, scale, tokens, first, *refs, work, cut: int):
     factor = mosaic.load(scale.at[here], by_row)
     place = plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=layout)
     number = column + place
-    # Also where no column is past the end: what a compiler sees of z - m must be
-    # the same everywhere, or it would fuse the product above into it here only.
-    z = jnp.where(number < work.n, total * across(factor), LOWEST)
+    z = scaled(total, factor, number, work.n)
     chosen = jnp.where(number == across(token), z, 0.0).sum(axis=1)
     if cut:
       word = words_here(kept[0], column, here, by_row)

@@ -11,6 +11,10 @@ its parts have places in shared memory from which the copy engine takes them (wh
 are free again long before the next tile), or are stored from registers. There is
 one group of rows, known beforehand, so there is no plan of them in memory; and z
 has no rows that only fill a tile.
+
+A small vocabulary has few blocks of 256 columns, and most multiprocessors would
+have none while a few read all of the unembedding. There the product is a launch of
+its own, of narrower tiles, and another one reduces its blocks (`Cut.apart`).
 """
 
 from __future__ import annotations
@@ -27,10 +31,12 @@ import numpy as np
 from pallas_kernels import dispatch
 from pallas_kernels import mosaic
 from pallas_kernels.grouped_matmul import gpu as matmul
+from pallas_kernels.grouped_matmul import gpu_few
 from pallas_kernels.token_logprob import gpu
 from pallas_kernels.token_logprob import gpu_merge
 
 ROWS, BLOCK, LOWEST = gpu.ROWS, gpu.BLOCK, gpu.LOWEST
+IDLE = 2  # where only one multiprocessor of so many had a block, or fewer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +47,13 @@ class Cut:
     tiles: `gpu.check_tiles`; `slots`: parts of z that wait in shared memory.
     direct: whether z is stored from registers, by 32 bytes, where rows are a
       multiple of 64; else, and of other rows, by the copy engine.
+    apart: how the product is cut where it is a launch of its own; None where it
+      is not. Nothing else is read then.
   """
 
   tiles: matmul.Tiles
   direct: bool = False
+  apart: gpu_few.Few | None = None
 
 
 class _Rows:
@@ -58,12 +67,16 @@ class _Rows:
     return (0, number * self.tile, 0, self.rows)[field]
 
 
-def cut_for(rows: int, depth: int) -> Cut:
+def cut_for(rows: int, depth: int, vocabulary: int) -> Cut:
   """As tuned for so many rows of so many numbers, or the default.
 
   The tunings' keys are `scored few D`, of up to 64 rows, and `scored whole D`, of
   more that are a multiple of 64; their fields those of `matmul.Tiles`, and direct.
   """
+  blocks = -(-rows // ROWS) * -(-vocabulary // BLOCK)
+  apart = None
+  if blocks * IDLE <= mosaic.cores():
+    apart = gpu_few.usual(rows, vocabulary)
   if rows <= ROWS:
     size, change = 'few', dict(consumers=1, stages=4, slots=3, direct=False)
   elif rows % ROWS == 0:
@@ -72,7 +85,7 @@ def cut_for(rows: int, depth: int) -> Cut:
     size, change = '', dict(consumers=2, stages=3, slots=2, direct=False)
   change |= dispatch.tuning(gpu.NAME).get(f'scored {size} {depth}', {})
   direct = change.pop('direct')
-  return Cut(dataclasses.replace(gpu.tuned(depth), **change), direct)
+  return Cut(dataclasses.replace(gpu.tuned(depth), **change), direct, apart)
 
 
 def scored(
@@ -89,22 +102,34 @@ def scored(
     hidden: bfloat16 [T, D].
     unembed: bfloat16 [D, V].
     temperatures: float32 [T].
-    cut: default `cut_for` these sizes.
+    cut: default `cut_for` these sizes, but in the interpreter never apart: it
+      adds up a stage at once, so that a product cut otherwise has other bits.
     interpret: run on CPU.
 
   Returns:
     float32 [T, V], [T], [T].
   """
   (t, d), v = hidden.shape, unembed.shape[1]
-  cut = cut or cut_for(t, d)
+  if cut is None:
+    cut = cut_for(t, d, v)
+    cut = dataclasses.replace(cut, apart=None) if interpret else cut
   rows, high = (-(-t // n) * n for n in (matmul.ALIGN, ROWS))
   if rows != t:
     hidden = jnp.pad(hidden, ((0, rows - t), (0, 0)))
   scale = jnp.pad(1.0 / temperatures.astype(jnp.float32), (0, high - t))
   blocks = -(-v // BLOCK)
-  z, parts = _launch(cut, (rows, d, v), hidden.dtype, interpret)(
-    hidden, unembed[None], scale
-  )
+  if cut.apart is None:
+    z, parts = _launch(cut, (rows, d, v), hidden.dtype, interpret)(
+      hidden, unembed[None], scale
+    )
+  else:
+    more = dict(out_dtype=jnp.float32, interpret=interpret)
+    product = gpu_few.grouped_matmul(
+      hidden, unembed[None], tiles=cut.apart, **more
+    )
+    z, parts = _launch_blocks(_scale_blocks, (rows, v), [product], interpret)(
+      product, scale
+    )
   log, entropy = gpu_merge.merged(parts[None], blocks, t, interpret=interpret)
   return z if rows == t else z[:t], log, entropy
 
@@ -152,8 +177,7 @@ def _body(
     here = pl.ds(first, ROWS)
     factor = mosaic.load(scale.at[here], layout.reduce(1))
     place = plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=layout)
-    # Always chosen between; see `gpu._body`.
-    z = jnp.where(column + place < work.n, total * gpu.across(factor), LOWEST)
+    z = gpu.scaled(total, factor, column + place, work.n)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
     if direct:
       _store(z, z_ref, here, column, work.n)
@@ -222,10 +246,26 @@ def renormalised(
   """
   t, v = z.shape
   high, blocks = -(-t // ROWS) * ROWS, -(-v // BLOCK)
+  if t % matmul.ALIGN:  # the copy engine takes rows by eight
+    z = jnp.pad(z, ((0, -t % matmul.ALIGN), (0, 0)))
+  (parts,) = _launch_blocks(_cut_blocks, z.shape, [], interpret)(
+    z, gpu.by_block(words, high, v)
+  )
+  log, entropy = gpu_merge.merged(parts[None], blocks, t, interpret=interpret)
+  return log, entropy
+
+
+def _launch_blocks(body, sizes, out, interpret: bool):
+  """m, s and u of all blocks of what is in memory, behind others of `out`."""
+  t, v = sizes
+  high, blocks = -(-t // ROWS) * ROWS, -(-v // BLOCK)
   sms = 2 if interpret else mosaic.cores()
-  parts = mosaic.launch(
-    mosaic.partial(_reduce_again, sms=sms),
-    out=jax.ShapeDtypeStruct((3, blocks, high), jnp.float32),
+  return mosaic.launch(
+    mosaic.partial(body, sms=sms),
+    out=[
+      *(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in out),
+      jax.ShapeDtypeStruct((3, blocks, high), jnp.float32),
+    ],
     scratch=[
       mosaic.linear((3, ROWS), jnp.float32),
       mosaic.tiled((ROWS, BLOCK), jnp.float32),
@@ -234,14 +274,45 @@ def renormalised(
     grid=sms,
     warpgroups=1,
     interpret=interpret,
-  )(z, gpu.by_block(words, high, v))
-  log, entropy = gpu_merge.merged(parts[None], blocks, t, interpret=interpret)
-  return log, entropy
+  )
 
 
-def _reduce_again(z_ref, kept, parts, small, tile, arrived, *, sms: int):
-  """m, s and u of all blocks of z in memory, [T, V]: tiles of 64 rows by 256."""
-  rows, v = z_ref.shape
+def _cut_blocks(z_ref, kept, parts, *scratch, sms: int):
+  """Of z in memory, [T, V], over what is kept."""
+
+  def values(tile, here, column, place):
+    z = jnp.where(column + place < z_ref.shape[1], tile, LOWEST)
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    word = gpu.words_here(kept, column, here, by_row)
+    return jnp.where(gpu.kept_here(word, place), z, LOWEST)
+
+  _reduce_blocks(z_ref, parts, *scratch, sms=sms, values=values)
+
+
+def _scale_blocks(product, scale, z_ref, parts, *scratch, sms: int):
+  """Of hidden @ unembed in memory, [T, V], which becomes z."""
+  rows, v = product.shape
+  waiting = scratch[1]  # the tile has been read
+
+  def values(tile, here, column, place):
+    factor = mosaic.load(scale.at[here], plgpu.Layout.WGMMA.reduce(1))
+    z = gpu.scaled(tile, factor, column + place, v)
+    waiting[...] = z
+    plgpu.commit_smem()
+    box = min(rows, ROWS)
+    source = waiting if box == ROWS else waiting.at[pl.ds(0, box)]
+    some = pl.ds(here.start, box), pl.ds(column, BLOCK)
+    plgpu.copy_smem_to_gmem(source, z_ref.at[some])
+    # Read back: it was seen that a product of what was in memory became one
+    # operation with z - m all the same (`gpu.scaled`).
+    return plgpu.layout_cast(waiting[...], plgpu.Layout.WGMMA)
+
+  _reduce_blocks(product, parts, *scratch, sms=sms, values=values)
+
+
+def _reduce_blocks(source, parts, small, tile, arrived, *, sms: int, values):
+  """Tiles of 64 rows by 256; `values` makes of one what is reduced."""
+  rows, v = source.shape
   wide = -(-v // BLOCK)
   sm = lax.axis_index('sm')
   tiles = -(-rows // ROWS) * wide
@@ -253,15 +324,14 @@ def _reduce_again(z_ref, kept, parts, small, tile, arrived, *, sms: int):
     block = lax.rem(index, jnp.int32(wide))
     first = pl.multiple_of(lax.div(index, jnp.int32(wide)) * ROWS, ROWS)
     here, column = pl.ds(first, ROWS), block * BLOCK
-    plgpu.copy_gmem_to_smem(z_ref.at[here, pl.ds(column, BLOCK)], tile, arrived)
+    there = source.at[here, pl.ds(column, BLOCK)]
+    plgpu.copy_gmem_to_smem(there, tile, arrived)
     plgpu.barrier_wait(arrived)
     place = plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=layout)
-    z = plgpu.layout_cast(tile[...], layout)
-    z = jnp.where(column + place < v, z, LOWEST)
-    word = gpu.words_here(kept, column, here, layout.reduce(1))
-    z = jnp.where(gpu.kept_here(word, place), z, LOWEST)
+    z = values(plgpu.layout_cast(tile[...], layout), here, column, place)
+    found = gpu.reduced(z)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for i, value in enumerate(gpu.reduced(z)):
+    for i, value in enumerate(found):
       small[i] = value
     plgpu.commit_smem()
     for i in range(3):

@@ -87,6 +87,40 @@ def test_a_router_by_products_of_16_bits(dense, rows):
   np.testing.assert_allclose(np.asarray(dx, np.float32), wide, rtol=0.01)
 
 
+def test_parts_at_hand_are_added_as_they_are_routed(monkeypatch):
+  """With the bits of logits that were added before."""
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=(9, 128)), jnp.bfloat16)
+  w = jnp.asarray(rng.normal(size=(128, 8)), jnp.float32)
+  ops = Operations('tpu_interpret', 'gpu_interpret')
+  config = dataclasses.replace(GQA, experts=8)
+  send, given = operations.route_lib.send, []
+
+  def spied(*arrays, **more):
+    given.append(more.get('experts'))
+    return send(*arrays, **more)
+
+  monkeypatch.setattr(operations.route_lib, 'send', spied)
+  split = operations.parts(w, x.dtype)
+  got, want = (
+    operations.send(ops, x, w, some, None, config, None)
+    for some in (split, None)
+  )
+  assert given == [8, None]
+  assert len(np.unique(want.experts)) > 2
+  for one, other in zip(
+    jax.tree.leaves(got), jax.tree.leaves(want), strict=True
+  ):
+    np.testing.assert_array_equal(one, other)
+  many = jnp.tile(x, (60, 1))  # more than go in one launch
+  assert operations.send(ops, many, w, split, None, config, None) is None
+  # A product that no kernel makes leaves no parts to be added.
+  plain = Operations('reference', 'gpu_interpret')
+  whole = operations.send(plain, x, w, split, None, config, None)
+  assert given == [8, None, None]
+  np.testing.assert_allclose(whole.gates, want.gates, rtol=1e-4)
+
+
 def _scored(model, numerics):
   """Logprobs, and the gradient of their sum, of two packed segments."""
   rng = np.random.default_rng(1)

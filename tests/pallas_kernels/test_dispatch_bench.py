@@ -66,7 +66,8 @@ def _check_tuning(name, key, values):
     assert (tiles.columns, tiles.rows) == (logprob_gpu.BLOCK, 64)
   elif name == 'token_logprob':
     assert kind == 'scored' and rest[0] in ('few', 'whole')
-    cut = gpu_scored.cut_for(64 if rest[0] == 'few' else 128, *sizes)
+    rows = 64 if rest[0] == 'few' else 128
+    cut = gpu_scored.cut_for(rows, *sizes, 49152)
     gpu_scored._launch(cut, (128, *sizes, 4096), jnp.bfloat16, False)
   elif kind == 'few':
     few = gpu_few.Few(**values)

@@ -55,10 +55,26 @@ def tiles_of(sizes, tile):
   return found
 
 
-def check(x, logits, bias, router, replay=None, name='gpu_interpret'):
-  """`send` against `route` and the sorting of numpy; returns the sizes."""
-  run = {'implementation': name}
-  sent = ops.send(x, logits, bias, router, replay, **run)
+def three(logits, seed=1):
+  """([R, 3 E] and some that are not read, their sum [R, E])."""
+  rows, e = logits.shape
+  rng = np.random.default_rng(seed)
+  more = 0.3 * rng.normal(size=(rows, 2 * e)), np.full((rows, 5), np.nan)
+  apart = jnp.concatenate([logits, *more], axis=1, dtype=jnp.float32)
+  a, b, c = (np.asarray(apart[:, i * e : (i + 1) * e]) for i in range(3))
+  return apart, jnp.asarray(a + (b + c))
+
+
+def check(x, logits, bias, router, replay=None, name='gpu_interpret', apart=0):
+  """`send` against `route` and the sorting of numpy; returns the sizes.
+
+  With `apart`, logits are the sum of three that are sent.
+  """
+  run, some, given = {'implementation': name}, {}, logits
+  if apart:
+    some = {'experts': logits.shape[1]}
+    given, logits = three(logits)
+  sent = ops.send(x, given, bias, router, replay, **run, **some)
   routed = ops.route(logits, bias, router, replay, **run)
   experts = np.asarray(routed.experts)
   np.testing.assert_array_equal(sent.experts, experts)
@@ -91,9 +107,10 @@ def test_at_once_is_as_apart(case):
   )
   replay[::3, -1] = -1  # not known
   unknown = jnp.full(replay.shape, -1, jnp.int32)
+  some = None if router.kind == 'softmax' else bias
   for given in (None, unknown, jnp.asarray(replay, jnp.int16)):
-    some = None if router.kind == 'softmax' else bias
     check(x, logits, some, router, given)
+  check(x, logits, some, router, given, apart=1)
 
 
 def test_all_rows_to_two_experts():
@@ -150,6 +167,41 @@ def test_gradients():
   assert jnp.linalg.norm(off) < 0.02 * jnp.linalg.norm(want[0])  # in bfloat16
 
 
+def test_many_are_added_before():
+  """By a launch of their own, where all blocks would have to read three each."""
+  router, bits = ops.Router(1), []
+  for rows in (gpu_few.MOST_ADDED // 512, gpu_few.MOST_ADDED // 512 + 1):
+    x, logits, _ = draw(rows, 512, 8)
+    check(x, logits, None, router, apart=1)
+    text = str(
+      jax.make_jaxpr(
+        lambda x, z: ops.send(x, z, None, router, experts=512, **NAME).gates
+      )(x, three(logits)[0])
+    )
+    bits.append(text.count(' add '))
+  assert bits == [0, 2]
+
+
+def test_gradients_of_three_that_are_added():
+  rows, e, width, router = CASES['odd']
+  x, logits, _ = draw(rows, e, width)
+  apart_, whole = three(logits)
+  weights = jnp.asarray(
+    np.random.default_rng(1).normal(size=(rows, router.k)), jnp.float32
+  )
+
+  def loss(logits, **more):
+    sent = ops.send(x, logits, None, router, **NAME, **more)
+    return jnp.vdot(sent.gates, weights)
+
+  want = jax.grad(loss)(whole)
+  got = jax.grad(functools.partial(loss, experts=e))(apart_)
+  assert jnp.any(want != 0)
+  for i in range(3):
+    np.testing.assert_array_equal(got[:, i * e : (i + 1) * e], want)
+  np.testing.assert_array_equal(got[:, 3 * e :], 0)
+
+
 def test_none_where_it_is_not_for_one_launch():
   x, logits, bias = draw(9, 8, 64)
   run = lambda k=2, x=x, logits=logits, bias=bias, **more: ops.send(  # noqa: E731
@@ -165,6 +217,12 @@ def test_none_where_it_is_not_for_one_launch():
   assert run(2, *draw(2, gpu_few.MOST_EXPERTS + 1, 8)) is None
   with pytest.raises(ValueError, match='R = 9'):
     run(x=x[1:])
+  assert run(logits=jnp.tile(logits, (1, 3)), experts=8) is not None
+  for some in (logits, logits[:, :7], logits[0]):
+    with pytest.raises(ValueError, match=r'3 E or more\] with experts=8'):
+      run(logits=some, experts=8)
+  with pytest.raises(ValueError, match='experts'):
+    run(experts=0)
 
 
 def products(name, x, logits, gate_up, down, planned):
@@ -212,12 +270,13 @@ def test_gradients_of_planned_products():
     np.testing.assert_array_equal(one, other)
 
 
-def lowered(case, dtype):
+def lowered(case, dtype, apart=False):
   rows, e, _, router = CASES[case]
+  more = {'experts': e} if apart else {}
   return mosaic.lower(
-    lambda *arrays: ops.send(*arrays[:3], router, arrays[3]),
+    lambda *arrays: ops.send(*arrays[:3], router, arrays[3], **more),
     jax.ShapeDtypeStruct((rows, 2048), dtype),
-    jax.ShapeDtypeStruct((rows, e), jnp.float32),
+    jax.ShapeDtypeStruct((rows, 3 * e if apart else e), jnp.float32),
     jax.ShapeDtypeStruct((e,), jnp.float32),
     jax.ShapeDtypeStruct((rows, router.k), jnp.int16),
   )
@@ -226,7 +285,9 @@ def lowered(case, dtype):
 @pytest.mark.parametrize('case', ['upcycled', 'kimi'])
 def test_lowers_for_cuda(case, monkeypatch):
   monkeypatch.setattr(ops.dispatch, 'platform', lambda: 'gpu')
-  assert lowered(case, jnp.bfloat16).count('@mosaic_gpu') == 1
+  for apart_ in (False, True):
+    text = lowered(case, jnp.bfloat16, apart_)
+    assert text.count('@mosaic_gpu') == 1
 
 
 @pytest.mark.gpu
@@ -237,3 +298,4 @@ def test_on_the_device(case):
   x, logits, bias = draw(rows, e, width)
   some = None if router.kind == 'softmax' else bias
   check(x, logits, some, router, name='gpu')
+  check(x, logits, some, router, name='gpu', apart=1)

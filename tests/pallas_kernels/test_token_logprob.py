@@ -206,16 +206,25 @@ def test_bits_depend_on_the_row_alone(t, rows, tiles):
 # Rows of one consumer and of two, that are no whole eight, and no whole tile; of
 # the last block of the vocabulary there is one piece.
 @needs_interpreter
-@pytest.mark.parametrize('t', [70, 5, 128])  # 128 are stored from registers
-def test_one_pass_has_the_bits_of_two(t):
+@pytest.mark.parametrize(
+  't, apart',  # 128 are stored from registers
+  [(70, False), (5, False), (128, False), (70, True), (5, True)],
+)
+def test_one_pass_has_the_bits_of_two(t, apart):
   """Logits and logprobs at once, and once more over what is kept."""
   v = 320
   hidden, unembed, tokens, temperatures = draw(t, v)
   hidden, unembed = (jnp.round(4 * a) / 4 for a in (hidden, unembed))
   kept, inside = draw_kept(tokens, v)
   name = {'implementation': 'gpu_interpret'}
+  cut = gpu_scored.cut_for(t, hidden.shape[1], v)
+  assert cut.apart  # of so few columns, but for the interpreter
   found = ops.Scored(
-    *gpu_scored.scored(hidden, unembed, temperatures, interpret=True)
+    *gpu_scored.scored(
+      *(hidden, unembed, temperatures),
+      cut=cut if apart else None,
+      interpret=True,
+    )
   )
   z = hidden.astype(jnp.float32) @ unembed.astype(jnp.float32)  # exact
   np.testing.assert_array_equal(found.logits, z * (1 / temperatures)[:, None])
@@ -224,7 +233,7 @@ def test_one_pass_has_the_bits_of_two(t):
     np.stack([found.logprob(tokens), found.entropy]).view(np.int32),
     np.stack(want).view(np.int32),
   )
-  if t != 70:
+  if t != 70 or apart:
     return
   bits = jnp.packbits(inside, axis=1)
   over = ops.renormalised(found, bits, **name)
@@ -242,14 +251,21 @@ def test_one_pass_has_the_bits_of_two(t):
 def test_tunings_of_one_pass(monkeypatch):
   tuned = {'scored few 576': {'stages': 5, 'slots': 1, 'direct': True}}
   monkeypatch.setattr(gpu_scored.dispatch, 'tuning', {gpu.NAME: tuned}.get)
-  cut = gpu_scored.cut_for(16, 576)
+  cut = gpu_scored.cut_for(16, 576, 49152)
   assert (cut.tiles.stages, cut.tiles.slots, cut.direct) == (5, 1, True)
-  assert not gpu_scored.cut_for(16, 2048).direct
-  assert gpu_scored.cut_for(65, 576).tiles.consumers == 2
-  assert [gpu_scored.cut_for(t, 576).direct for t in (128, 200)] == [
+  assert not gpu_scored.cut_for(16, 2048, 49152).direct
+  assert gpu_scored.cut_for(65, 576, 49152).tiles.consumers == 2
+  assert [gpu_scored.cut_for(t, 576, 49152).direct for t in (128, 200)] == [
     True,
     False,
   ]
+  # Of 132 multiprocessors, half had a block of these 66 and not of these 67; as
+  # many blocks of fewer columns are of more rows.
+  half = 66 * gpu.BLOCK
+  assert gpu_scored.cut_for(64, 576, half).apart
+  assert not gpu_scored.cut_for(64, 576, half + 64).apart
+  assert gpu_scored.cut_for(65, 576, half // 2).apart
+  assert not gpu_scored.cut_for(65, 576, half // 2 + 64).apart
   wide = gpu_scored.Cut(gpu.matmul.Tiles(columns=128))
   hidden, unembed, _, temperatures = draw(3)
   with pytest.raises(ValueError, match='columns must be 256'):
@@ -350,17 +366,20 @@ def test_lowers_for_cuda(shape, kept):
   assert text.count('mosaic_gpu') >= 2
 
 
-@pytest.mark.parametrize('tokens', [5, 64, 200, 256])
-def test_one_pass_lowers_for_cuda(tokens):
-  shape = shapes.DECODING[0]
-  d, v = shape.depth, shape.vocabulary
+@pytest.mark.parametrize(
+  'tokens, v, launches',
+  [(n, shapes.DECODING[0].vocabulary, 2) for n in (5, 12, 64, 200, 300)]
+  + [(5, 320, 3), (12, 512, 3), (64, 512, 3), (200, 4096, 3), (300, 512, 2)],
+)
+def test_one_pass_lowers_for_cuda(tokens, v, launches):
+  d = shapes.DECODING[0].depth
   text = mosaic.lower(
     gpu_scored.scored,
     jax.ShapeDtypeStruct((tokens, d), jnp.bfloat16),
     jax.ShapeDtypeStruct((d, v), jnp.bfloat16),
     jax.ShapeDtypeStruct((tokens,), jnp.float32),
   )
-  assert text.count('custom_call @mosaic_gpu') == 2
+  assert text.count('custom_call @mosaic_gpu') == launches
   text = mosaic.lower(
     gpu_scored.renormalised,
     jax.ShapeDtypeStruct((tokens, v), jnp.float32),
@@ -454,10 +473,12 @@ def test_kept_ids_on_the_device():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(mosaic.available() is not None, reason='needs a Hopper GPU')
-@pytest.mark.parametrize('t', [16, 64, 200])
-def test_one_pass_on_the_device(t):
+# In one pass and apart, with whole blocks and without.
+@pytest.mark.parametrize('v', [151936, 8192, 512, 320])
+@pytest.mark.parametrize('t', [16, 64, 200, 300])
+def test_one_pass_on_the_device(t, v):
   rng = np.random.default_rng(t)
-  d, v = 2048, 151936
+  d = 2048
   hidden = jnp.asarray(rng.normal(size=(t, d)), jnp.bfloat16)
   unembed = jnp.asarray(rng.normal(size=(d, v)) * 2 / d**0.5, jnp.bfloat16)
   tokens = jnp.asarray(rng.integers(0, v, t), jnp.int32)

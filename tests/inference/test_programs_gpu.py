@@ -1,0 +1,77 @@
+"""Programs of engines of any number of sequences can be built for a GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from composer import config as config_lib
+from composer import params as params_lib
+from composer.inference import batches
+from composer.inference import engine
+from composer.inference import programs
+from composer.model import transformer
+from pallas_kernels import dispatch
+from pallas_kernels import mosaic
+
+GQA = config_lib.ModelConfig(
+  vocab_size=320,
+  width=128,
+  layers=1,
+  dense_layers=0,
+  heads=4,
+  kv_heads=2,
+  head_dim=64,
+  experts=8,
+  experts_per_token=2,
+  expert_hidden=64,
+  shared_experts=0,
+)
+MODELS = {
+  'gqa': GQA,
+  'mla': dataclasses.replace(
+    GQA, q_lora=64, kv_lora=512, nope_dim=64, rope_dim=64, value_dim=64
+  ),
+}
+
+
+def prepared(model, numerics):
+  params = params_lib.init(transformer.spec(model), jax.random.key(0))
+  return engine.prepare(numerics, params, split=True)
+
+
+# No whole eight, which is what the copy engine takes; a tile and some; one.
+@pytest.mark.parametrize(
+  'kind, sequences', [('gqa', 12), ('gqa', 1), ('gqa', 77), ('mla', 12)]
+)
+def test_programs_lower_for_cuda(kind, sequences, monkeypatch):
+  """The largest of either, for requests that cut what they draw from."""
+  monkeypatch.setattr(dispatch, 'platform', lambda: 'gpu')
+  model = MODELS[kind]
+  numerics = config_lib.NumericsConfig(
+    compute='bfloat16', row_block=16, kv_block=64, moe='sorted'
+  )
+  assert numerics.mode == 'bitwise'
+  config = config_lib.EngineConfig(
+    rows=200, sequences=sequences, pages=2 * sequences + 1, max_context=128
+  )
+  maker = batches.Maker(model, numerics, config)
+  params = jax.eval_shape(lambda: prepared(model, numerics))
+  cache = jax.eval_shape(
+    lambda: transformer.init_cache(model, numerics, config.pages)
+  )
+  state = params, cache, jnp.zeros(sequences + 1, jnp.int32)
+  columns = programs.column_sizes(numerics, config)[-1]
+  size = programs.ahead_sizes(numerics, config)[-1]
+  text = mosaic.lower(
+    lambda *a: programs.ahead.__wrapped__(model, numerics, 2, *a),
+    *(*state, *maker.blank(size, columns, True, True)),
+  )
+  assert text.count('@mosaic_gpu') > 10
+  size = programs.step_sizes(numerics, config)[-1]
+  text = mosaic.lower(
+    lambda *a: programs.mixed.__wrapped__(model, numerics, *a),
+    *(*state, *maker.blank(size, columns, False, True)),
+  )
+  assert text.count('@mosaic_gpu') > 10
