@@ -207,13 +207,20 @@ def parts(w: Array, dtype: jnp.dtype) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _wide_matmul(ops, x, w, stacked):
   stacked = parts(w, x.dtype) if stacked is None else stacked
+  sums = _three_sums(ops, x, stacked)
+  if sums is None:
+    return wide_matmul(PLAIN, x, w)
+  return route_lib.added(sums, w.shape[1])
+
+
+def _three_sums(ops, x, stacked):
+  """float32 x @ `parts` of w; None where no kernel makes it."""
   if ops.dense == XLA:
-    return route_lib.added(logits(PLAIN, x, stacked), w.shape[1])
+    return logits(PLAIN, x, stacked)
   chosen = matmul_lib.choose(x, stacked, implementation=ops.dense)
   if chosen == 'reference':
-    return wide_matmul(PLAIN, x, w)
-  sums = grouped_matmul.product(x, stacked, chosen)
-  return route_lib.added(sums, w.shape[1])
+    return None
+  return grouped_matmul.product(x, stacked, chosen)
 
 
 def _wide_matmul_forward(ops, x, w, stacked):
@@ -287,9 +294,10 @@ def send(
   Native experts are not found beside those that are replayed.
 
   Args:
-    router: float32 [D, E]; `split`: see `wide_matmul`, whose three sums are then
-      added as they are routed.
-    (others): see there, and `route`.
+    router: float32 [D, E].
+    split: `parts` of it where they are at hand. Their sums are added as they are
+      routed, and nothing is differentiable.
+    (others): as `route` takes them.
 
   Returns:
     None but for few rows on a GPU.
@@ -298,15 +306,14 @@ def send(
   whole = jax.ShapeDtypeStruct((len(x), config.experts), jnp.float32)
   if ops.sparse == XLA or not route_lib.sends(x, whole, own, **some):
     return None
-  if (
-    split is not None
-    and splits(ops, x.dtype)
-    and matmul_lib.choose(x, split, implementation=ops.dense) != 'reference'
-  ):
-    found, some['experts'] = logits(ops, x, split), config.experts
+  sums = None
+  if split is not None and splits(ops, x.dtype):
+    sums = _three_sums(ops, x, split)
+  if sums is None:
+    sums = wide_matmul(ops, x, router, split)
   else:
-    found = wide_matmul(ops, x, router, split)
-  return route_lib.send(x, found, _selecting(bias), own, replay, **some)
+    some['experts'] = config.experts
+  return route_lib.send(x, sums, _selecting(bias), own, replay, **some)
 
 
 def _selecting(bias: Array | None) -> Array | None:

@@ -164,8 +164,8 @@ def send(
     x: [R, D].
     (others): see `route`; nothing is audited.
     experts: E where logits are float32 [R, 3 E or more]: three that lie side by
-      side, of which a + (b + c) is routed. Where they are not many, adding them
-      is no launch.
+      side, of which a + (b + c) is routed. Up to `gpu_few.MOST_ADDED` of them the
+      kernel adds, above it a launch before.
 
   Returns:
     `Sent`, whose numbers are those of `route` and `order`, and differentiable
@@ -335,20 +335,20 @@ def _forward(logits, bias, replay, router, whole, chosen):
 def _backward(router, whole, chosen, saved, cotangents):
   del whole, chosen
   logits, bias, replay, experts = saved
-  back = _pull(logits, bias, replay, experts, router, logits.shape[1])
-  return back(cotangents[1])
+  saved = logits, bias, replay, experts
+  return _pulled(*saved, router, logits.shape[1], cotangents[1])
 
 
-def _pull(logits, bias, replay, experts, router, e: int):
-  """From the gates' cotangents to those of logits, bias and replay."""
+def _pulled(logits, bias, replay, experts, router, e: int, dgates):
+  """Cotangents of logits, bias and replay, of those of the gates."""
 
   def gates(logits):
     return reference.gates_of(reference.added(logits, e), experts, router)
 
-  pull = jax.vjp(gates, logits)[1]
-  zero = None if replay is None else np.zeros(replay.shape, jax.dtypes.float0)
+  (dlogits,) = jax.vjp(gates, logits)[1](dgates)
   dbias = None if bias is None else jnp.zeros_like(bias)
-  return lambda dgates: (*pull(dgates), dbias, zero)
+  zero = None if replay is None else np.zeros(replay.shape, jax.dtypes.float0)
+  return dlogits, dbias, zero
 
 
 _route.defvjp(_forward, _backward)
@@ -372,11 +372,11 @@ def _send_backward(router, e, chosen, saved, cotangents):
   del chosen
   *routed, places = saved
   _, dgates, dsorted, *_ = cotangents
-  back = _pull(*routed, router, e)
+  back = _pulled(*routed, router, e, dgates)
   rows, k = routed[3].shape
   dslots = dsorted[places].reshape(rows, k, -1)
   dx = jnp.sum(dslots, axis=1, dtype=jnp.float32).astype(dslots.dtype)
-  return dx, *back(dgates)
+  return dx, *back
 
 
 _send.defvjp(_send_forward, _send_backward)

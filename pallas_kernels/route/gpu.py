@@ -72,8 +72,8 @@ def route(
     logits = refs.pop(0)
     bias_ref = None if bias is None else refs.pop(0)
     replay_ref = None if replay is None else refs.pop(0)
-    given = (logits, bias_ref, replay_ref), e
-    route_rows(w, (w.warp, w.warps), *given, refs, router, whole)
+    inputs = logits, bias_ref, replay_ref
+    route_rows(w, (w.warp, w.warps), inputs, e, refs, router, whole)
 
   found = warp.run(
     kernel,
@@ -143,25 +143,29 @@ def route_rows(
   (`reference.added`).
   """
   rows = out[1].size // router.k
+  wide = refs[0].size // rows
+  firsts = (0,) if wide == e else (0, e, 2 * e)
+
+  def loads(row):
+    return _Row(refs[0], [row * wide + first for first in firsts], e, router)
 
   def step(row):
     if together == 1:
-      return _route_row(w, row, e, refs, out, router, whole)
+      return _route_row(w, row, loads(row), refs, out, router, whole)
     rows_of = several.Several(w, together)
     own = rows_of.of([row + i * share[1] for i in range(together)])
     # Past the last row it is the last once more, and not stored.
     last, here = own.minimum(w.value(rows - 1)), own < rows
-    return _route_row(rows_of, last, e, refs, out, router, whole, here)
+    more = refs, out, router, whole, here
+    return _route_row(rows_of, last, loads(last), *more)
 
   w.loop(share[0], rows, share[1] * together, step)
 
 
-def _route_row(w, row, e: int, refs, out, router, whole, here=None) -> None:
-  """A row, or of several those that are `here`."""
-  logits, bias, replay = refs
-  slot = row * router.k + w.lane
-  wide = logits.size // (out[1].size // router.k)
-  loads = _Row(logits, row * wide, e, wide != e, router)
+def _route_row(w, row, loads, refs, out, router, whole, here=None) -> None:
+  """A row, or of several those that are `here`; `loads` are its logits."""
+  _, bias, replay = refs
+  e, slot = loads.e, row * router.k + w.lane
 
   def write(experts, sums):
     chosen = _scores_of(w, loads, experts, sums)
@@ -211,39 +215,31 @@ def _zero(w):
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-  """A row of logits in memory: its first, and how many there are.
+  """A row of logits in memory, or of three that are yet to be added.
 
-  `apart` says that they are three that are yet to be added.
+  `firsts` are where they begin; each is of e.
   """
 
   logits: warp.Ref
-  first: warp.Value
+  firsts: list[warp.Value]
   e: int
-  apart: bool
   router: Router
 
-  @property
-  def firsts(self) -> list:
-    """Where it begins, or each of the three does."""
-    count = 3 if self.apart else 1
-    return [self.first + i * self.e for i in range(count)]
 
-
-def _added(parts):
-  """What `_Row.firsts` are of; all are asked for before any is added."""
-  a, *more = parts
+def _added(summands):
+  """A logit, once all that it is the sum of has been asked for."""
+  a, *more = summands
   return a + (more[0] + more[1]) if more else a
 
 
 def _scores_of(w, row: _Row, experts, sums):
   """Lane i < k: the score of its expert, with the bits that all have."""
-  firsts = row.firsts
-  parts = w.when(
+  found = w.when(
     w.lane < row.router.k,
-    lambda *_: [w.load(row.logits, first + experts) for first in firsts],
-    [_zero(w)] * len(firsts),
+    lambda *_: [w.load(row.logits, first + experts) for first in row.firsts],
+    [_zero(w)] * len(row.firsts),
   )
-  return _score(w, _added(parts), sums)
+  return _score(w, _added(found), sums)
 
 
 def _held(w, ref, first, e: int, past: float) -> list:
@@ -262,11 +258,11 @@ def _held(w, ref, first, e: int, past: float) -> list:
 
 
 def _logits(w, row: _Row) -> list:
-  parts = [
+  found = [
     _held(w, row.logits, first, row.e, 0.0 if i else -jnp.inf)
     for i, first in enumerate(row.firsts)
   ]
-  return [_added(own) for own in zip(*parts, strict=True)]
+  return [_added(own) for own in zip(*found, strict=True)]
 
 
 def _all_sums(w, row: _Row):

@@ -178,12 +178,12 @@ def words_here(kept, column, here, by_row):
 def scaled(total, factor, number, columns: int):
   """z [ROWS, BLOCK] of sums and the factors of rows; LOWEST past the last column.
 
-  Always a choice, and one that no compiler can make beforehand: of a product, and
-  z - m behind it, it would make one operation, which rounds once. A vocabulary of
-  few whole blocks is all it needs to know that no column is past the end; that a
-  factor is above 0 (that of a row that only fills a tile is not) it cannot know.
+  Of a product, and z - m behind it, a compiler would make one operation, which
+  rounds once. What keeps them apart is that z is chosen; and where it can tell
+  that no column is past the end, as it can of 2 or 4 whole blocks, the choice is
+  left to the factors, which it cannot know: none is below LOWEST.
   """
-  end = across(jnp.where(factor > 0, jnp.int32(columns), jnp.int32(0)))
+  end = across(jnp.where(factor < LOWEST, jnp.int32(0), jnp.int32(columns)))
   return jnp.where(number < end, total * across(factor), LOWEST)
 
 

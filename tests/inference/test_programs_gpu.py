@@ -41,12 +41,12 @@ def prepared(model, numerics):
   return engine.prepare(numerics, params, split=True)
 
 
-# No whole eight, which is what the copy engine takes; a tile and some; one.
+# No whole eight, which is what the copy engine takes; one; a tile and some.
 @pytest.mark.parametrize(
   'kind, sequences', [('gqa', 12), ('gqa', 1), ('gqa', 77), ('mla', 12)]
 )
 def test_programs_lower_for_cuda(kind, sequences, monkeypatch):
-  """The largest of either, for requests that cut what they draw from."""
+  """`ahead` and `mixed` of the most rows, and requests that cut what they draw."""
   monkeypatch.setattr(dispatch, 'platform', lambda: 'gpu')
   model = MODELS[kind]
   numerics = config_lib.NumericsConfig(

@@ -56,22 +56,24 @@ def tiles_of(sizes, tile):
 
 
 def three(logits, seed=1):
-  """([R, 3 E] and some that are not read, their sum [R, E])."""
+  """([R, 3 E] and some that are not read, the sums [R, E])."""
   rows, e = logits.shape
   rng = np.random.default_rng(seed)
   more = 0.3 * rng.normal(size=(rows, 2 * e)), np.full((rows, 5), np.nan)
-  apart = jnp.concatenate([logits, *more], axis=1, dtype=jnp.float32)
-  a, b, c = (np.asarray(apart[:, i * e : (i + 1) * e]) for i in range(3))
-  return apart, jnp.asarray(a + (b + c))
+  summands = jnp.concatenate([logits, *more], axis=1, dtype=jnp.float32)
+  a, b, c = (np.asarray(summands[:, i * e : (i + 1) * e]) for i in range(3))
+  return summands, jnp.asarray(a + (b + c))
 
 
-def check(x, logits, bias, router, replay=None, name='gpu_interpret', apart=0):
+def check(
+  x, logits, bias, router, replay=None, name='gpu_interpret', summed=False
+):
   """`send` against `route` and the sorting of numpy; returns the sizes.
 
-  With `apart`, logits are the sum of three that are sent.
+  With `summed`, three are sent that logits are the sums of.
   """
   run, some, given = {'implementation': name}, {}, logits
-  if apart:
+  if summed:
     some = {'experts': logits.shape[1]}
     given, logits = three(logits)
   sent = ops.send(x, given, bias, router, replay, **run, **some)
@@ -110,7 +112,7 @@ def test_at_once_is_as_apart(case):
   some = None if router.kind == 'softmax' else bias
   for given in (None, unknown, jnp.asarray(replay, jnp.int16)):
     check(x, logits, some, router, given)
-  check(x, logits, some, router, given, apart=1)
+  check(x, logits, some, router, given, summed=True)
 
 
 def test_all_rows_to_two_experts():
@@ -169,23 +171,22 @@ def test_gradients():
 
 def test_many_are_added_before():
   """By a launch of their own, where all blocks would have to read three each."""
-  router, bits = ops.Router(1), []
+  router, sums = ops.Router(1), []
   for rows in (gpu_few.MOST_ADDED // 512, gpu_few.MOST_ADDED // 512 + 1):
     x, logits, _ = draw(rows, 512, 8)
-    check(x, logits, None, router, apart=1)
-    text = str(
-      jax.make_jaxpr(
-        lambda x, z: ops.send(x, z, None, router, experts=512, **NAME).gates
-      )(x, three(logits)[0])
-    )
-    bits.append(text.count(' add '))
-  assert bits == [0, 2]
+    check(x, logits, None, router, summed=True)
+    traced = jax.make_jaxpr(
+      lambda x, z: ops.send(x, z, None, router, experts=512, **NAME).gates
+    )(x, three(logits)[0])
+    names = [equation.primitive.name for equation in traced.jaxpr.eqns]
+    sums.append(names.count('add'))
+  assert sums == [0, 2]
 
 
 def test_gradients_of_three_that_are_added():
   rows, e, width, router = CASES['odd']
   x, logits, _ = draw(rows, e, width)
-  apart_, whole = three(logits)
+  summands, whole = three(logits)
   weights = jnp.asarray(
     np.random.default_rng(1).normal(size=(rows, router.k)), jnp.float32
   )
@@ -195,7 +196,7 @@ def test_gradients_of_three_that_are_added():
     return jnp.vdot(sent.gates, weights)
 
   want = jax.grad(loss)(whole)
-  got = jax.grad(functools.partial(loss, experts=e))(apart_)
+  got = jax.grad(functools.partial(loss, experts=e))(summands)
   assert jnp.any(want != 0)
   for i in range(3):
     np.testing.assert_array_equal(got[:, i * e : (i + 1) * e], want)
@@ -270,13 +271,13 @@ def test_gradients_of_planned_products():
     np.testing.assert_array_equal(one, other)
 
 
-def lowered(case, dtype, apart=False):
+def lowered(case, dtype, summed=False):
   rows, e, _, router = CASES[case]
-  more = {'experts': e} if apart else {}
+  more = {'experts': e} if summed else {}
   return mosaic.lower(
     lambda *arrays: ops.send(*arrays[:3], router, arrays[3], **more),
     jax.ShapeDtypeStruct((rows, 2048), dtype),
-    jax.ShapeDtypeStruct((rows, 3 * e if apart else e), jnp.float32),
+    jax.ShapeDtypeStruct((rows, 3 * e if summed else e), jnp.float32),
     jax.ShapeDtypeStruct((e,), jnp.float32),
     jax.ShapeDtypeStruct((rows, router.k), jnp.int16),
   )
@@ -285,8 +286,8 @@ def lowered(case, dtype, apart=False):
 @pytest.mark.parametrize('case', ['upcycled', 'kimi'])
 def test_lowers_for_cuda(case, monkeypatch):
   monkeypatch.setattr(ops.dispatch, 'platform', lambda: 'gpu')
-  for apart_ in (False, True):
-    text = lowered(case, jnp.bfloat16, apart_)
+  for summed in (False, True):
+    text = lowered(case, jnp.bfloat16, summed)
     assert text.count('@mosaic_gpu') == 1
 
 
@@ -298,4 +299,4 @@ def test_on_the_device(case):
   x, logits, bias = draw(rows, e, width)
   some = None if router.kind == 'softmax' else bias
   check(x, logits, some, router, name='gpu')
-  check(x, logits, some, router, name='gpu', apart=1)
+  check(x, logits, some, router, name='gpu', summed=True)

@@ -71,6 +71,23 @@ def test_values_and_gradients(name, monkeypatch):
     assert off <= 4e-3 * np.linalg.norm(exact)  # bfloat16 rounds to 2^-9
 
 
+@pytest.mark.parametrize('name', NAMES)
+def test_temperatures_without_bounds(name):
+  """All words are alike at an endless one; what is none is seen, and alone."""
+  hidden, unembed, tokens, _ = draw(5)
+  given = jnp.asarray([1.0, np.inf, 3e38, np.nan, 0.5], jnp.float32)
+  found = jax.jit(
+    lambda *a: jnp.stack(ops.token_logprob(*a, implementation=name))
+  )(hidden, unembed, tokens, given)  # traced, so that no value is refused
+  alike = np.log(unembed.shape[1]) * np.asarray([-1, 1])
+  np.testing.assert_allclose(found[:, 1:3].T, [alike, alike], rtol=1e-6)
+  assert np.isnan(found[0, 3])
+  rest = np.asarray([0, 4])
+  wide = hidden[rest].astype(jnp.float32), unembed.astype(jnp.float32)
+  want = by_hand(*wide, tokens[rest], given[rest])
+  np.testing.assert_allclose(found[:, rest], want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize('gradient', [False, True])
 def test_logits_are_never_held(gradient):
   """By what XLA sets aside: a tenth of what whole logits take, or less."""
@@ -474,7 +491,7 @@ def test_kept_ids_on_the_device():
 @pytest.mark.gpu
 @pytest.mark.skipif(mosaic.available() is not None, reason='needs a Hopper GPU')
 # In one pass and apart, with whole blocks and without.
-@pytest.mark.parametrize('v', [151936, 8192, 512, 320])
+@pytest.mark.parametrize('v', [151936, 8192, 512, 320, 256, 64])
 @pytest.mark.parametrize('t', [16, 64, 200, 300])
 def test_one_pass_on_the_device(t, v):
   rng = np.random.default_rng(t)
