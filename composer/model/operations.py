@@ -207,20 +207,10 @@ def parts(w: Array, dtype: jnp.dtype) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _wide_matmul(ops, x, w, stacked):
   stacked = parts(w, x.dtype) if stacked is None else stacked
-  sums = _three_sums(ops, x, stacked)
+  sums = _product(ops, x, stacked)
   if sums is None:
     return wide_matmul(PLAIN, x, w)
   return route_lib.added(sums, w.shape[1])
-
-
-def _three_sums(ops, x, stacked):
-  """float32 x @ `parts` of w; None where no kernel makes it."""
-  if ops.dense == XLA:
-    return logits(PLAIN, x, stacked)
-  chosen = matmul_lib.choose(x, stacked, implementation=ops.dense)
-  if chosen == 'reference':
-    return None
-  return grouped_matmul.product(x, stacked, chosen)
 
 
 def _wide_matmul_forward(ops, x, w, stacked):
@@ -238,12 +228,18 @@ _wide_matmul.defvjp(_wide_matmul_forward, _wide_matmul_backward)
 
 def logits(ops: Operations, h: Array, unembed: Array) -> Array:
   """h [R, D] @ unembed [D, V] in float32. Not differentiable by a kernel."""
+  found = _product(ops, h, unembed)
+  return _product(PLAIN, h, unembed) if found is None else found
+
+
+def _product(ops: Operations, x: Array, w: Array) -> Array | None:
+  """x [R, K] @ w [K, N] in float32; None where a kernel should, and none can."""
   if ops.dense == XLA:
-    return jnp.matmul(h, unembed, preferred_element_type=jnp.float32)
-  chosen = matmul_lib.choose(h, unembed, implementation=ops.dense)
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
+  chosen = matmul_lib.choose(x, w, implementation=ops.dense)
   if chosen == 'reference':
-    return logits(PLAIN, h, unembed)
-  return grouped_matmul.product(h, unembed, chosen)
+    return None
+  return grouped_matmul.product(x, w, chosen)
 
 
 def per_head(ops: Operations, x: Array, w: Array) -> Array:
@@ -308,7 +304,7 @@ def send(
     return None
   sums = None
   if split is not None and splits(ops, x.dtype):
-    sums = _three_sums(ops, x, split)
+    sums = _product(ops, x, split)
   if sums is None:
     sums = wide_matmul(ops, x, router, split)
   else:

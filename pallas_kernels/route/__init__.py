@@ -334,9 +334,7 @@ def _forward(logits, bias, replay, router, whole, chosen):
 
 def _backward(router, whole, chosen, saved, cotangents):
   del whole, chosen
-  logits, bias, replay, experts = saved
-  saved = logits, bias, replay, experts
-  return _pulled(*saved, router, logits.shape[1], cotangents[1])
+  return _pulled(*saved, router, saved[0].shape[1], cotangents[1])
 
 
 def _pulled(logits, bias, replay, experts, router, e: int, dgates):

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
+from pallas_kernels import grouped_matmul
 from pallas_kernels import mosaic
 from pallas_kernels.grouped_matmul import gpu as matmul
 from pallas_kernels.grouped_matmul import gpu_few
@@ -50,13 +51,13 @@ class Cut:
     tiles: `gpu.check_tiles`; `slots`: parts of z that wait in shared memory.
     direct: whether z is stored from registers, by 32 bytes, where rows are a
       multiple of 64; else, and of other rows, by the copy engine.
-    apart: how the product is cut where it is a launch of its own, and nothing
-      else is read; else None.
+    apart: whether the product is a launch of its own, `grouped_matmul.product`;
+      nothing else is read then.
   """
 
   tiles: matmul.Tiles
   direct: bool = False
-  apart: gpu_few.Few | None = None
+  apart: bool = False
 
 
 class _Rows:
@@ -78,9 +79,8 @@ def cut_for(rows: int, depth: int, vocabulary: int) -> Cut:
   Of a small vocabulary, and rows that `gpu_few.usual` is for, the product is apart.
   """
   blocks = -(-rows // ROWS) * -(-vocabulary // BLOCK)
-  apart = None
-  if blocks * IDLE <= mosaic.cores():
-    apart = gpu_few.usual(rows, vocabulary)
+  idle = blocks * IDLE <= mosaic.cores()
+  apart = idle and gpu_few.usual(rows, vocabulary) is not None
   if rows <= ROWS:
     size, change = 'few', dict(consumers=1, stages=4, slots=3, direct=False)
   elif rows % ROWS == 0:
@@ -106,33 +106,28 @@ def scored(
     hidden: bfloat16 [T, D].
     unembed: bfloat16 [D, V].
     temperatures: float32 [T].
-    cut: default `cut_for` these sizes, but in the interpreter never apart: it
-      adds up a stage at once, so that a product cut otherwise has other bits.
+    cut: default `cut_for` these sizes.
     interpret: run on CPU.
 
   Returns:
     float32 [T, V], [T], [T].
   """
   (t, d), v = hidden.shape, unembed.shape[1]
-  if cut is None:
-    cut = cut_for(t, d, v)
-    cut = dataclasses.replace(cut, apart=None) if interpret else cut
+  cut = cut or cut_for(t, d, v)
   rows, high = (-(-t // n) * n for n in (matmul.ALIGN, ROWS))
   if rows != t:
     hidden = jnp.pad(hidden, ((0, rows - t), (0, 0)))
   scale = jnp.pad(1.0 / temperatures.astype(jnp.float32), (0, high - t))
   blocks = -(-v // BLOCK)
-  if cut.apart is None:
-    z, parts = _launch(cut, (rows, d, v), hidden.dtype, interpret)(
-      hidden, unembed[None], scale
-    )
-  else:
-    more = dict(out_dtype=jnp.float32, interpret=interpret)
-    product = gpu_few.grouped_matmul(
-      hidden, unembed[None], tiles=cut.apart, **more
-    )
+  if cut.apart:
+    name = 'gpu_interpret' if interpret else 'gpu'
+    product = grouped_matmul.product(hidden, unembed, name)
     z, parts = _launch_blocks(_scale_blocks, (rows, v), [product], interpret)(
       product, scale
+    )
+  else:
+    z, parts = _launch(cut, (rows, d, v), hidden.dtype, interpret)(
+      hidden, unembed[None], scale
     )
   log, entropy = gpu_merge.merged(parts[None], blocks, t, interpret=interpret)
   return z if rows == t else z[:t], log, entropy
@@ -312,8 +307,7 @@ def _scale_blocks(
     # was not enough to keep it from z - m.
     return plgpu.layout_cast(tile[...], plgpu.Layout.WGMMA)
 
-  scratch = small, tile, arrived
-  _reduce_blocks(product, parts, *scratch, sms=sms, values=values)
+  _reduce_blocks(product, parts, small, tile, arrived, sms=sms, values=values)
 
 
 def _reduce_blocks(source, parts, small, tile, arrived, *, sms: int, values):

@@ -8,32 +8,14 @@ import pytest
 
 from composer import config as config_lib
 from composer import params as params_lib
+from composer.bench import mismatch_inputs
 from composer.inference import batches
 from composer.inference import engine
 from composer.inference import programs
 from composer.model import transformer
+from composer.model import upcycle
 from pallas_kernels import dispatch
 from pallas_kernels import mosaic
-
-GQA = config_lib.ModelConfig(
-  vocab_size=320,
-  width=128,
-  layers=1,
-  dense_layers=0,
-  heads=4,
-  kv_heads=2,
-  head_dim=64,
-  experts=8,
-  experts_per_token=2,
-  expert_hidden=64,
-  shared_experts=0,
-)
-MODELS = {
-  'gqa': GQA,
-  'mla': dataclasses.replace(
-    GQA, q_lora=64, kv_lora=512, nope_dim=64, rope_dim=64, value_dim=64
-  ),
-}
 
 
 def prepared(model, numerics):
@@ -43,12 +25,16 @@ def prepared(model, numerics):
 
 # No whole eight, which is what the copy engine takes; one; a tile and some.
 @pytest.mark.parametrize(
-  'kind, sequences', [('gqa', 12), ('gqa', 1), ('gqa', 77), ('mla', 12)]
+  'kind, sequences',
+  [('grouped', 12), ('grouped', 1), ('grouped', 77), ('latent', 12)],
 )
 def test_programs_lower_for_cuda(kind, sequences, monkeypatch):
   """`ahead` and `mixed` of the most rows, and requests that cut what they draw."""
   monkeypatch.setattr(dispatch, 'platform', lambda: 'gpu')
-  model = MODELS[kind]
+  model = upcycle.sparse_config(
+    mismatch_inputs.WIDE_MODELS[kind], mismatch_inputs.INTO
+  )
+  model = dataclasses.replace(model, layers=1)
   numerics = config_lib.NumericsConfig(
     compute='bfloat16', row_block=16, kv_block=64, moe='sorted'
   )
