@@ -12,11 +12,13 @@ STRICT = ('--set', 'rl.staleness=0')
 def test_separate_roles_do_the_same_and_a_rollout_may_die(runs, audit):
   workdir = runs.directory / 'run'
   arguments = ('--workdir', str(workdir), *STRICT)
-  first = runs.start(*arguments, '--role', 'rollout')
-  # Joins, and dies with a group written whose lease has not moved yet.
+  # Dies with a group written whose lease has not moved yet.
   second = runs.start(*arguments, '--role', 'rollout', die=('commit', 1))
   evaluator = runs.start(*arguments, '--role', 'eval')
   trainer = runs.start(*arguments, '--role', 'trainer')
+  # The other joins it at work: sooner, it may have all groups before that one is.
+  runs.until(second, 'version 0 active')
+  first = runs.start(*arguments, '--role', 'rollout')
   runs.end(second, -signal.SIGKILL)
   text = runs.end(trainer)
   runs.end(first)
